@@ -1,5 +1,5 @@
-//! The agent as a child process, on a private containerd: configured, started, killed, started again, and
-//! seen through its own API.
+//! Agent as a child process on a private containerd: configured, started, killed, restarted, and observed
+//! through its own API.
 
 use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
@@ -14,47 +14,47 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
-/// The node's name in tests: part of every static pod's name.
+/// Name of the node in tests, which is part of every static pod's name.
 pub const NODE: &str = "testnode";
 
-/// What the agent is started with.
+/// Options of an agent.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The fields of the KubeletConfiguration.
+    /// Fields of the KubeletConfiguration.
     pub kubelet: Map<String, Value>,
-    /// The fields of the BeeletConfiguration.
+    /// Fields of the BeeletConfiguration.
     pub beelet: Map<String, Value>,
-    /// More arguments of `beelet run`.
+    /// Additional arguments of `beelet run`.
     pub arguments: Vec<String>,
-    /// More of its environment.
+    /// Additional environment variables.
     pub environment: Vec<(String, String)>,
-    /// The binary; else `BEELET_BIN`, else the one that cargo builds.
+    /// Binary; None: `BEELET_BIN`, or else the one that cargo builds.
     pub binary: Option<PathBuf>,
-    /// Whether a bpffs is mounted for it before it starts.
+    /// Mount a bpffs for the agent before its start.
     pub mount_bpffs: bool,
-    /// The unit whose settings it runs under; none for an agent that may do all that the test may.
+    /// Unit whose settings apply to the agent; None: the agent has the test's own permissions.
     pub installed: Option<Installed>,
-    /// Whether the instance's end unmounts what is mounted in its folder; else the agent's does.
+    /// Mounts in the agent's folder are removed with the instance instead of with the agent.
     instance_unmounts: bool,
     dir: PathBuf,
     instance: PathBuf,
 }
 
 impl Options {
-    /// The configuration for an agent on `containerd`: all that it writes is in the instance's folder and
-    /// below the instance's cgroup; no HTTP server; pods stop quickly.
+    /// Returns the configuration of an agent on `containerd`: all its files are in the instance's folder and
+    /// its cgroups below the instance's; no HTTP server; pods stop quickly.
     pub fn on(containerd: &Containerd) -> Options {
         Options::named(containerd, "agent")
     }
 
-    /// The same, in a folder of another name: a second agent on the same containerd.
+    /// Like [`Options::on`], in a folder of another name, for a second agent on the same containerd.
     pub fn named(containerd: &Containerd, name: &str) -> Options {
         let options = Options::at(containerd.dir(), name, &containerd.endpoint(), containerd.cgroup());
         Options { instance_unmounts: true, ..options }
     }
 
-    /// The configuration for an agent on any runtime: all that it writes is in the folder `name` of
-    /// `instance`, and below `cgroup`.
+    /// Returns the configuration of an agent on any runtime: all its files are in the folder `name` of
+    /// `instance`, and its cgroups below `cgroup`.
     pub fn at(instance: &Path, name: &str, endpoint: &str, cgroup: &CgroupRoot) -> Options {
         let instance = instance.to_path_buf();
         let dir = instance.join(name);
@@ -67,8 +67,7 @@ impl Options {
             "healthzPort": 0,
             "port": 0,
             "oomScoreAdj": 0,
-            // What the machine of a test has on its disk is no reason for anything; tests of pressure set
-            // their own.
+            // The free space of the test machine must not matter; tests of pressure set their own thresholds.
             "evictionHard": { "memory.available": "16Mi" },
             "imageGCHighThresholdPercent": 100,
         });
@@ -107,25 +106,24 @@ impl Options {
         self
     }
 
-    /// Starts it under the settings of its unit. A system call that the unit refuses fails the test, by its
-    /// name.
+    /// Applies the settings of a unit. A system call that the unit denies fails the test, with its name.
     pub fn as_installed(mut self, installed: Installed) -> Options {
         self.installed = Some(installed);
         self
     }
 
-    /// Turns the HTTP server on, at a port that was free a moment ago.
+    /// Enables the HTTP server, on a free port.
     pub fn http(self) -> Result<Options> {
         let [port] = ports::free()?;
         Ok(self.kubelet("healthzPort", port))
     }
 
-    /// The folder that the agent reads manifests from.
+    /// Returns the folder of the agent's manifests.
     pub fn manifests(&self) -> PathBuf {
         self.dir.join("manifests")
     }
 
-    /// Writes the configuration and makes the folders.
+    /// Writes the configuration and creates the folders.
     fn prepare(&self) -> Result<PathBuf> {
         let mut kubelet = self.kubelet.clone();
         kubelet.insert("apiVersion".into(), "kubelet.config.k8s.io/v1beta1".into());
@@ -133,41 +131,41 @@ impl Options {
         let mut beelet = self.beelet.clone();
         beelet.insert("apiVersion".into(), "beelet.dev/v1alpha1".into());
         beelet.insert("kind".into(), "BeeletConfiguration".into());
-        // YAML takes JSON as it is.
+        // JSON is valid YAML.
         let text = format!("{:#}\n---\n{:#}\n", Value::Object(kubelet), Value::Object(beelet));
         let config = self.dir.join("config.yaml");
         workdir::write(&config, text)?;
-        std::fs::create_dir_all(self.manifests()).context("could not make the manifests' folder")?;
+        std::fs::create_dir_all(self.manifests()).context("cannot create the manifest folder")?;
         let bpffs = self.dir.join("bpf");
         if self.mount_bpffs && !guards::mounts()?.iter().any(|mount| mount.path == bpffs) {
-            // Unmounted with everything else that is mounted there.
+            // Unmounted with all other mounts of the agent.
             std::mem::forget(guards::Mount::bpffs(&bpffs)?);
         }
         Ok(config)
     }
 }
 
-/// A running agent. Dropped, it is killed; its pods go with the containerd they are on.
+/// Running agent. Dropping it kills it; its pods are removed with their containerd.
 #[derive(Debug)]
 pub struct Agent {
     options: Options,
     binary: PathBuf,
     child: Option<Process>,
-    /// Of each of its lives under a unit. After the child: they wait for its end.
+    /// Supervisors, one per start under a unit. After the child: they wait for its end.
     supervisors: Vec<Supervisor>,
-    /// What it, or the test, has mounted in the instance's folder. After the child.
+    /// Mounts of the agent or the test in the instance's folder. After the child.
     _mounts: Option<MountsBelow>,
 }
 
 impl Agent {
-    /// Starts it and waits until its API answers.
+    /// Starts the agent and waits until its API answers.
     pub fn start(options: Options) -> Result<Agent> {
         let mut agent = Agent::spawn(options)?;
         agent.wait_until_up()?;
         Ok(agent)
     }
 
-    /// Starts it and waits for nothing: for starts that are to fail, or to wait themselves.
+    /// Starts the agent without waiting, for starts that should fail or hang.
     pub fn spawn(options: Options) -> Result<Agent> {
         let binary = options.binary.clone().map_or_else(binary, Ok)?;
         let mounts = (!options.instance_unmounts).then(|| MountsBelow(options.instance.clone()));
@@ -180,7 +178,7 @@ impl Agent {
         let config = self.options.prepare()?;
         let log = self.log_path();
         let log = std::fs::OpenOptions::new().append(true).create(true).open(&log);
-        let log = log.context("could not open the agent's log")?;
+        let log = log.context("cannot open the agent's log")?;
         let (mut command, handover) = self.command()?;
         let child = command
             .args(["run", "--config"])
@@ -191,21 +189,21 @@ impl Agent {
             .envs(self.options.environment.iter().cloned())
             .stdout(log.try_clone()?)
             .stderr(log)
-            .process_group(0) // Ctrl-C at the demo's terminal is for the demo alone
+            .process_group(0) // Ctrl-C in the demo's terminal must reach only the demo
             .spawn()
-            .with_context(|| format!("could not start {}", self.binary.display()))?;
-        // One that ended at once has nothing to be written down.
+            .with_context(|| format!("cannot start {}", self.binary.display()))?;
+        // A process that ended at once needs no record.
         let _ = write_pid(&self.options.instance, &self.name(), child.id());
         let pid = child.id();
         self.child = Some(Process(child));
-        drop(command); // it has the other end of the socket too
+        drop(command); // closes its copy of the socket's other end
         if let Some(handover) = handover {
             self.supervisors.push(handover.supervise(pid).with_context(|| self.log())?);
         }
         Ok(())
     }
 
-    /// What starts it: its unit's wrapper, or a shell that sets the umask that its unit gives it.
+    /// Returns the command that starts the agent: its unit's wrapper, or a shell that sets the unit's umask.
     fn command(&self) -> Result<(Command, Option<Handover>)> {
         let Some(installed) = &self.options.installed else {
             let mut command = Command::new("sh");
@@ -220,50 +218,50 @@ impl Agent {
         self.options.dir.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// The file that its output goes to.
+    /// Returns the file with its output.
     pub fn log_path(&self) -> PathBuf {
         self.options.instance.join(format!("{}.log", self.name()))
     }
 
-    /// Everything that it has printed so far.
+    /// Returns its output so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.log_path()).unwrap_or_default()
     }
 
-    /// The socket of its API.
+    /// Returns the socket of its API.
     pub fn socket(&self) -> PathBuf {
         self.options.dir.join("run/beelet.sock")
     }
 
-    /// Its configuration file.
+    /// Returns its configuration file.
     pub fn config(&self) -> PathBuf {
         self.options.dir.join("config.yaml")
     }
 
-    /// The folder that all of its own files are in.
+    /// Returns the folder with all its own files.
     pub fn dir(&self) -> &Path {
         &self.options.dir
     }
 
-    /// The agent's record of that name on disk; None while there is nothing.
+    /// Returns the agent's record of that name on disk; None if it does not exist.
     pub fn record(&self, name: &str) -> Option<Value> {
         let text = std::fs::read_to_string(self.dir().join("state").join(format!("{name}.json"))).ok()?;
-        // A line with a checksum, then the envelope.
+        // The record has a line with a checksum, then the envelope.
         let mut envelope: Value = serde_json::from_str(text.split_once('\n')?.1).ok()?;
         Some(envelope["value"].take())
     }
 
-    /// The folder that it reads manifests from.
+    /// Returns the folder of its manifests.
     pub fn manifests(&self) -> PathBuf {
         self.options.manifests()
     }
 
-    /// The process's id, if it runs.
+    /// Returns the process id if the agent is running.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(|child| child.0.id())
     }
 
-    /// Waits until the API answers. The error has the log, if the agent ended instead.
+    /// Waits until the API answers. If the agent ended instead, the error contains its log.
     pub fn wait_until_up(&mut self) -> Result<()> {
         let socket = self.socket();
         let waited = wait_for("the agent's API", PATIENCE, || {
@@ -276,34 +274,34 @@ impl Agent {
         })?;
         match waited {
             Ok(()) => Ok(()),
-            Err(status) => bail!("the agent ended with {status}:\n{}", self.log()),
+            Err(status) => bail!("the agent exited with {status}:\n{}", self.log()),
         }
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the agent ends by itself.
     pub fn wait_for_exit(&mut self) -> Result<ExitStatus> {
-        let mut child = self.child.take().context("the agent does not run")?;
+        let mut child = self.child.take().context("the agent is not running")?;
         wait_for("the agent to end", PATIENCE, || match child.0.try_wait() {
             Ok(Some(status)) => Ok(status),
-            Ok(None) => Err("it still runs".to_owned()),
+            Ok(None) => Err("still running".to_owned()),
             Err(error) => Err(error.to_string()),
         })
     }
 
-    /// Tells it to stop, as a service manager does, and waits.
+    /// Sends SIGTERM, as a service manager does, and waits for the end.
     pub fn terminate(&mut self) -> Result<ExitStatus> {
-        let child = self.child.as_ref().context("the agent does not run")?;
+        let child = self.child.as_ref().context("the agent is not running")?;
         rustix::process::kill_process(Pid::from_child(&child.0), Signal::TERM)
-            .context("could not stop the agent")?;
+            .context("cannot stop the agent")?;
         self.wait_for_exit()
     }
 
-    /// Kills it at once.
+    /// Kills the agent with SIGKILL.
     pub fn kill9(&mut self) {
-        self.child = None; // dropping a guarded process kills it and waits
+        self.child = None; // dropping the guard kills the process and waits
     }
 
-    /// Starts it again, with the same configuration, and waits until its API answers.
+    /// Restarts the agent with the same configuration, and waits until its API answers.
     pub fn resume(&mut self) -> Result<()> {
         if self.child.is_none() {
             self.launch()?;
@@ -311,50 +309,50 @@ impl Agent {
         self.wait_until_up()
     }
 
-    /// Puts a manifest into the folder, whole at once, or replaces it.
+    /// Writes or replaces a manifest in the folder, atomically.
     pub fn apply(&self, file: &str, manifest: impl AsRef<[u8]>) -> Result<()> {
         let temporary = self.manifests().join(format!(".{file}"));
         workdir::write(&temporary, manifest)?;
         std::fs::rename(&temporary, self.manifests().join(file))
-            .with_context(|| format!("could not write {file}"))
+            .with_context(|| format!("cannot write {file}"))
     }
 
-    /// Takes a manifest out of the folder.
+    /// Removes a manifest from the folder.
     pub fn remove(&self, file: &str) -> Result<()> {
-        std::fs::remove_file(self.manifests().join(file)).with_context(|| format!("could not remove {file}"))
+        std::fs::remove_file(self.manifests().join(file)).with_context(|| format!("cannot remove {file}"))
     }
 
-    /// Watches the pods until `found` finds something.
+    /// Watches the pods until `found` returns a value.
     pub fn until<T: Send>(&self, what: &str, found: impl FnMut(&Watch) -> Option<T> + Send) -> Result<T> {
         let socket = self.socket();
         block_on(async { Watch::start(&socket).await?.until(what, PATIENCE, found).await })
     }
 
-    /// The pods as they are now.
+    /// Applies `look` to the current pods.
     pub fn look<T: Send>(&self, look: impl FnOnce(&Watch) -> T + Send) -> Result<T> {
         let socket = self.socket();
         block_on(async { Ok(look(&Watch::start(&socket).await?)) })
     }
 
-    /// The `beelet` command with these arguments, pointed at this agent.
+    /// Returns the `beelet` command with these arguments for this agent.
     pub fn cli(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
         command.args(arguments).env("BEELET_CONFIG", self.config()).env("BEELET_SOCKET", self.socket());
         command
     }
 
-    /// The answer of its HTTP server to a GET: status and body.
+    /// Sends a GET to its HTTP server; returns status and body.
     pub fn get(&self, path: &str) -> Result<(u16, String)> {
         self.get_as(path, "*/*")
     }
 
-    /// The same for a client that accepts these media types.
+    /// Like [`Agent::get`], for a client that accepts these media types.
     pub fn get_as(&self, path: &str, accept: &str) -> Result<(u16, String)> {
         let port = self.options.kubelet.get("healthzPort").and_then(Value::as_u64).unwrap_or(0);
         get_as(&format!("127.0.0.1:{port}"), path, accept)
     }
 
-    /// Leaves it running when the value is dropped; the instance's teardown ends it.
+    /// Leaves the agent running when the value is dropped; the instance's teardown ends it.
     pub fn keep(&mut self) {
         if let Some(child) = self.child.take() {
             std::mem::forget(child);
@@ -363,7 +361,7 @@ impl Agent {
     }
 }
 
-/// A plain HTTP GET: status and body.
+/// Sends a plain HTTP GET; returns status and body.
 pub fn http_get(address: &str, path: &str) -> Result<(u16, String)> {
     get_as(address, path, "*/*")
 }
@@ -371,7 +369,7 @@ pub fn http_get(address: &str, path: &str) -> Result<(u16, String)> {
 fn get_as(address: &str, path: &str, accept: &str) -> Result<(u16, String)> {
     use std::io::{Read as _, Write as _};
     let mut stream =
-        std::net::TcpStream::connect(address).with_context(|| format!("could not connect to {address}"))?;
+        std::net::TcpStream::connect(address).with_context(|| format!("cannot connect to {address}"))?;
     stream.set_read_timeout(Some(stretched(PATIENCE)))?;
     write!(
         stream,
@@ -379,14 +377,17 @@ fn get_as(address: &str, path: &str, accept: &str) -> Result<(u16, String)> {
     )?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
-    let status =
-        answer.split(' ').nth(1).and_then(|word| word.parse().ok()).context("no HTTP status came back")?;
+    let status = answer
+        .split(' ')
+        .nth(1)
+        .and_then(|word| word.parse().ok())
+        .context("the response has no HTTP status")?;
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
     Ok((status, if chunked { dechunk(body) } else { body.to_owned() }))
 }
 
-/// The content of a chunked body (RFC 9112 §7.1).
+/// Decodes a chunked body (RFC 9112 §7.1).
 fn dechunk(mut body: &str) -> String {
     let mut content = String::new();
     while let Some((size, rest)) = body.split_once("\r\n") {
@@ -398,7 +399,7 @@ fn dechunk(mut body: &str) -> String {
     content
 }
 
-/// The agent's binary: `BEELET_BIN`, else what cargo builds now.
+/// Returns the agent's binary: `BEELET_BIN`, or else the one that cargo builds now.
 pub fn binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("BEELET_BIN") {
         return Ok(PathBuf::from(path));
@@ -410,21 +411,21 @@ pub fn binary() -> Result<PathBuf> {
         .args(["build", "--quiet", "--package", "beelet", "--bin", "beelet", "--target-dir"])
         .arg(&target)
         .output()
-        .context("could not start cargo to build the agent")?;
+        .context("cannot start cargo to build the agent")?;
     if !output.status.success() {
         bail!("building the agent failed:\n{}", String::from_utf8_lossy(&output.stderr));
     }
     Ok(target.join("debug/beelet"))
 }
 
-/// A connection to a test app's control port.
+/// Connection to a test app's control port.
 #[derive(Debug)]
 pub struct Control {
     stream: std::io::BufReader<std::net::TcpStream>,
 }
 
 impl Control {
-    /// Connects to the app in the pod at `ip`, when it is up.
+    /// Connects to the app in the pod at `ip` when it listens.
     pub fn connect(ip: &str, port: u16) -> Result<Control> {
         let stream = wait_for(&format!("the test app at {ip}:{port}"), PATIENCE, || {
             std::net::TcpStream::connect((ip, port))
@@ -434,7 +435,7 @@ impl Control {
         Ok(Control { stream: std::io::BufReader::new(stream) })
     }
 
-    /// Sends a command; hands back CLOCK_MONOTONIC, in nanoseconds, right before it was done.
+    /// Sends a command; returns CLOCK_MONOTONIC in nanoseconds right before its execution.
     pub fn send(&mut self, command: &str) -> Result<u64> {
         use std::io::{BufRead as _, Write as _};
         self.stream.get_mut().write_all(format!("{command}\n").as_bytes())?;
@@ -445,7 +446,8 @@ impl Control {
     }
 }
 
-/// CLOCK_MONOTONIC in nanoseconds: the clock of the test app's answers and of [`crate::pods::PodView::edge`].
+/// Returns CLOCK_MONOTONIC in nanoseconds: the clock of the test app's answers and of
+/// [`crate::pods::PodView::edge`].
 pub fn monotonic_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)

@@ -1,43 +1,42 @@
-//! What a pod's cgroup says, next to what it should say.
+//! Comparison of the values in a pod's cgroup with the expected ones.
 
 use crate::guards::CgroupRoot;
 use anyhow::{Context as _, Result};
 
-/// A pod's share of the CPU and its bounds, in the kubelet's terms.
+/// CPU share and limits of a pod, in the kubelet's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expected {
     /// `cpu.shares`; on cgroup v2, `cpu.weight` by the kubelet's linear formula.
     pub shares: u64,
-    /// Microseconds of CPU time in every 100 ms; `None`: no bound.
+    /// Microseconds of CPU time per 100 ms; `None`: unlimited.
     pub quota: Option<u64>,
-    /// Bytes; `None`: no bound.
+    /// Bytes; `None`: unlimited.
     pub memory: Option<u64>,
 }
 
-/// One value as it is and as it should be.
+/// Expected and actual value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Row {
-    /// The file's name.
+    /// Name of the file.
     pub file: &'static str,
-    /// What it should hold.
+    /// Expected content.
     pub expected: String,
-    /// What it holds.
+    /// Actual content.
     pub found: String,
 }
 
 impl Row {
-    /// Returns true if the two are the same.
+    /// Returns true if the values are equal.
     pub fn ok(&self) -> bool {
         self.expected == self.found
     }
 }
 
-/// What v1's memory controller shows for "no bound": the largest multiple of the page size that fits (4 KiB
-/// pages).
+/// Value of v1's memory controller for "unlimited": the largest multiple of the page size (4 KiB) that fits.
 const V1_UNLIMITED: u64 = 0x7fff_ffff_ffff_f000;
 
-/// Reads the values of the cgroup that the agent calls `path`, below `root`, on whichever cgroup version
-/// holds the controllers.
+/// Compares the values of the cgroup with the agent's path `path` below `root`, on the cgroup version that
+/// has the controllers.
 pub fn check(root: &CgroupRoot, path: &str, expected: Expected) -> Result<Vec<Row>> {
     let dir = |controller: &str| {
         root.folder(controller, path).with_context(|| format!("no cgroup hierarchy has {controller}"))
@@ -66,7 +65,8 @@ pub fn check(root: &CgroupRoot, path: &str, expected: Expected) -> Result<Vec<Ro
     ])
 }
 
-/// What the agent calls the cgroup of the pod of this QoS class and uid: [`CgroupRoot::folder`] finds it.
+/// Returns the agent's path of a pod's cgroup, given QoS class and UID; [`CgroupRoot::folder`] finds its
+/// folder.
 pub fn pod_path(qos: &str, uid: &str) -> String {
     match qos {
         "Burstable" => format!("/kubepods/burstable/pod{uid}"),

@@ -1,10 +1,8 @@
-//! A control plane of a test's own: etcd and a real kube-apiserver on loopback, with TLS, the Node
-//! authorizer, RBAC, NodeRestriction and an audit log. No controllers, no scheduler: a test does what they
-//! would.
+//! Control plane for a test: etcd and a real kube-apiserver on loopback, with TLS, the Node authorizer, RBAC,
+//! NodeRestriction and an audit log. It has no controllers and no scheduler: tests do their work.
 //!
-//! Which API server is said by `KUBE_APISERVER`, which etcd by `ETCD`, else it is the machine's. Everything
-//! that they write is in one folder. Dropped, both are killed; what a killed test leaves is swept up by the
-//! next one.
+//! `KUBE_APISERVER` names the API server, `ETCD` the etcd; otherwise the machine's etcd is used. All files
+//! are in one folder. Dropping the value kills both; the next test removes leftovers of a killed one.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -28,42 +26,42 @@ use crate::ports;
 use crate::requires::{self, Missing, missing};
 use crate::workdir::{self, PATIENCE, wait_for};
 
-/// The etcd that `ETCD` names, else the machine's.
+/// Returns the etcd that `ETCD` names, or else the machine's.
 ///
 /// # Errors
-/// There is none.
+/// etcd is not installed.
 pub fn etcd() -> Result<PathBuf, Missing> {
     let named = std::env::var_os("ETCD").filter(|path| !path.is_empty()).map(PathBuf::from);
     let found = named.filter(|path| path.is_file()).or_else(|| requires::find_program("etcd"));
     found.ok_or_else(|| missing("etcd is not installed", "cargo xtask setup --for cluster"))
 }
 
-/// The first minor version that serves ClusterTrustBundles as v1beta1.
+/// First minor version that serves ClusterTrustBundles as v1beta1.
 pub const TRUST_BUNDLES: u32 = 33;
-/// The first minor version that serves ResourceClaims as v1.
+/// First minor version that serves ResourceClaims as v1.
 pub const RESOURCE_CLAIMS: u32 = 34;
-/// The name in the API server's certificate for kubelets, as kubeadm writes it.
+/// Common name of the API server's client certificate for kubelets, as kubeadm sets it.
 const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 
-/// The same for what it passes on to other API servers.
+/// Common name of its client certificate for aggregated API servers.
 const FRONT_CLIENT: &str = "front-proxy-client";
 
-/// The client that asks.
+/// Client of the API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum User {
-    /// Anybody's equal: in `system:masters`.
+    /// Administrator, in `system:masters`.
     Admin,
-    /// The node of this name: in `system:nodes`.
+    /// Node of this name, in `system:nodes`.
     Node(String),
-    /// The API server itself, where it asks kubelets.
+    /// The API server as a client of kubelets.
     Server,
-    /// The API server, where it passes on requests to other API servers.
+    /// The API server as a client of aggregated API servers.
     Front,
 }
 
-/// A running control plane.
+/// Running control plane.
 pub struct Cluster {
-    /// Where logs and pids are, which an instance's teardown reads.
+    /// Folder of logs and pids, which an instance's teardown reads.
     instance: PathBuf,
     dir: PathBuf,
     authority: Authority,
@@ -71,19 +69,19 @@ pub struct Cluster {
     etcd: Option<Process>,
     server: Option<Process>,
     arguments: Vec<String>,
-    /// The instance is its own, and goes with it.
+    /// Lock of the instance if the cluster owns it.
     own: Option<std::fs::File>,
     keep: bool,
 }
 
 impl Cluster {
-    /// Starts one in a folder of its own under the target folder. Waits for the test that has one now.
+    /// Starts a control plane in its own folder under the target folder. Waits while another test has one.
     ///
     /// # Errors
-    /// A program is missing, or does not start.
+    /// A program is missing or does not start.
     pub fn start_for_test() -> Result<Cluster> {
         let parent = workdir::target_dir().join("cluster");
-        std::fs::create_dir_all(&parent).with_context(|| format!("could not make {}", parent.display()))?;
+        std::fs::create_dir_all(&parent).with_context(|| format!("cannot create {}", parent.display()))?;
         let lock = containerd::lock(&parent)?;
         containerd::sweep(&parent)?;
         let instance = parent.join(workdir::unique("plane"));
@@ -93,13 +91,13 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts one beside what else is in the folder of an instance, whose teardown takes it down too.
+    /// Starts a control plane in the folder of an instance, whose teardown also removes it.
     ///
     /// # Errors
-    /// A program is missing, or does not start.
+    /// A program is missing or does not start.
     pub fn start(instance: &Path) -> Result<Cluster> {
         let dir = instance.join("cluster");
-        std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let [client, peer, secure] = ports::free()?;
         let mut cluster = Cluster {
             instance: instance.to_path_buf(),
@@ -116,12 +114,12 @@ impl Cluster {
         cluster.write_keys()?;
         cluster.arguments = cluster.flags(client, secure)?;
         cluster.start_server()?;
-        cluster.let_the_server_ask_kubelets()?;
+        cluster.authorize_the_server_at_kubelets()?;
         Ok(cluster)
     }
 
-    /// What kubeadm gives the API server's certificate for kubelets: the right to their whole API.
-    fn let_the_server_ask_kubelets(&self) -> Result<()> {
+    /// Grants the API server access to the whole API of kubelets, as kubeadm does.
+    fn authorize_the_server_at_kubelets(&self) -> Result<()> {
         let binding = json!({
             "metadata": { "name": "kube-apiserver-kubelets" },
             "roleRef": {
@@ -153,7 +151,7 @@ impl Cluster {
         let (certificate, key) = self.authority.issue(&server)?;
         let (client, client_key) = self.certificate(&User::Server)?;
         let (front, front_key) = self.certificate(&User::Front)?;
-        // Tokens of service accounts are signed with it.
+        // Signing key for tokens of service accounts.
         let accounts = KeyPair::generate()?;
         let files = [
             ("ca.crt", self.authority.pem().to_owned()),
@@ -191,7 +189,7 @@ impl Cluster {
             ("service-account-issuer", "https://kubernetes.default.svc.cluster.local".to_owned()),
             ("service-account-key-file", file("accounts.pub")),
             ("service-account-signing-key-file", file("accounts.key")),
-            // As whom it passes on what an aggregated API is asked (metrics.k8s.io).
+            // Identity of the API server towards aggregated APIs (metrics.k8s.io).
             ("requestheader-client-ca-file", file("ca.crt")),
             ("requestheader-allowed-names", FRONT_CLIENT.to_owned()),
             ("requestheader-username-headers", "X-Remote-User".to_owned()),
@@ -202,7 +200,7 @@ impl Cluster {
             ("service-cluster-ip-range", "10.96.0.0/16".to_owned()),
             ("authorization-mode", "Node,RBAC".to_owned()),
             ("enable-admission-plugins", "NodeRestriction".to_owned()),
-            // Nobody here makes the accounts that it asks for.
+            // No controller creates the accounts that this plugin requires.
             ("disable-admission-plugins", "ServiceAccount".to_owned()),
             ("endpoint-reconciler-type", "none".to_owned()),
             ("allow-privileged", "true".to_owned()),
@@ -211,7 +209,7 @@ impl Cluster {
         ];
         let mut flags: Vec<String> =
             flags.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
-        // Until 1.23 they must be asked for; since 1.27 no server knows the word.
+        // Off by default until 1.23, unknown since 1.27.
         if minor_version()? < 23 {
             flags.push("--feature-gates=EphemeralContainers=true".to_owned());
         }
@@ -224,10 +222,10 @@ impl Cluster {
         Ok(flags)
     }
 
-    /// Starts the API server, where it was stopped, and waits until it is ready.
+    /// Starts the API server if it is stopped, and waits until it is ready.
     ///
     /// # Errors
-    /// It does not start.
+    /// The server does not start.
     pub fn start_server(&mut self) -> Result<()> {
         let mut command =
             Command::new(requires::kube_apiserver().map_err(|missing| anyhow::anyhow!("{missing}"))?);
@@ -238,7 +236,7 @@ impl Cluster {
                 if let Some(child) = child
                     && let Ok(Some(status)) = child.0.try_wait()
                 {
-                    return Ok(Err(format!("{name} ended with {status}")));
+                    return Ok(Err(format!("{name} exited with {status}")));
                 }
             }
             self.get("/readyz").and_then(|_| self.get("/api/v1/namespaces/default")).map(|_| Ok(()))
@@ -247,33 +245,33 @@ impl Cluster {
             let log = workdir::read(&self.instance.join("apiserver.log")).unwrap_or_default();
             let last: Vec<&str> = log.lines().rev().take(20).collect();
             anyhow::anyhow!(
-                "{ended}; its last words:\n{}",
+                "{ended}; last lines of its log:\n{}",
                 last.into_iter().rev().collect::<Vec<_>>().join("\n")
             )
         })
     }
 
-    /// Kills the API server: every connection breaks, the port refuses.
+    /// Kills the API server: every connection breaks, new ones are refused.
     pub fn kill_server(&mut self) {
-        self.server = None; // dropping a guarded process kills it and waits
+        self.server = None; // dropping the guard kills the process and waits
     }
 
     fn spawn(&self, name: &str, mut command: Command) -> Result<Process> {
         use std::os::unix::process::CommandExt as _;
         let path = self.instance.join(format!("{name}.log"));
         let log = std::fs::OpenOptions::new().append(true).create(true).open(&path);
-        let log = log.with_context(|| format!("could not open {}", path.display()))?;
+        let log = log.with_context(|| format!("cannot open {}", path.display()))?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        // Ctrl-C at a demo's terminal is for the demo alone.
-        let child = command.process_group(0).spawn().with_context(|| format!("could not start {name}"))?;
+        // Ctrl-C in a demo's terminal must reach only the demo.
+        let child = command.process_group(0).spawn().with_context(|| format!("cannot start {name}"))?;
         let child = Process(child);
         write_pid(&self.instance, name, child.0.id())?;
         Ok(child)
     }
 
-    // ---- Who asks ----
+    // ---- Clients ----
 
-    /// The path of the admin's kubeconfig.
+    /// Returns the path of the admin's kubeconfig.
     pub fn kubeconfig(&self) -> PathBuf {
         self.dir.join("admin.kubeconfig")
     }
@@ -281,27 +279,27 @@ impl Cluster {
     /// Writes a node's kubeconfig and returns its path.
     ///
     /// # Errors
-    /// It can't be written.
+    /// The file cannot be written.
     pub fn node_kubeconfig(&self, node: &str) -> Result<PathBuf> {
         let path = self.dir.join(format!("{node}.kubeconfig"));
         workdir::write(&path, self.kubeconfig_of(&User::Node(node.to_owned()))?)?;
         Ok(path)
     }
 
-    /// Where the certificate of the cluster's authority is.
+    /// Returns the path of the cluster authority's certificate.
     pub fn authority_file(&self) -> PathBuf {
         self.dir.join("ca.crt")
     }
 
-    /// The address of the API server.
+    /// Returns the address of the API server.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Writes a certificate with its key, for a node's server on loopback, and returns their paths.
+    /// Writes a certificate with its key for a node's server on loopback; returns their paths.
     ///
     /// # Errors
-    /// They can't be written.
+    /// The files cannot be written.
     pub fn serving_files(&self, node: &str) -> Result<(PathBuf, PathBuf)> {
         let mut params = CertificateParams::new(vec![node.to_owned()])?;
         params.subject_alt_names.push(SanType::IpAddress(IpAddr::V4(Ipv4Addr::LOCALHOST)));
@@ -329,10 +327,11 @@ impl Cluster {
         Ok(self.authority.issue(&params)?)
     }
 
-    /// A service account in `kube-system` of this name, which is made if there is none, and a token of it.
+    /// Returns a token of the service account of this name in `kube-system`, which is created if it is
+    /// missing.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn account(&self, name: &str) -> Result<String> {
         let accounts = "/api/v1/namespaces/kube-system/serviceaccounts";
         if self.get(&format!("{accounts}/{name}")).is_err() {
@@ -343,10 +342,10 @@ impl Cluster {
             "spec": { "expirationSeconds": 3600 },
         });
         let token = self.create(&format!("{accounts}/{name}/token"), &request)?;
-        token["status"]["token"].as_str().map(str::to_owned).context("no token came back")
+        token["status"]["token"].as_str().map(str::to_owned).context("the response has no token")
     }
 
-    /// A kubeconfig with a token.
+    /// Returns a kubeconfig with a token.
     pub fn kubeconfig_with(&self, token: &str) -> String {
         let authority = base64::engine::general_purpose::STANDARD.encode(self.authority.pem());
         let cluster =
@@ -360,10 +359,10 @@ impl Cluster {
         format!("{config:#}\n")
     }
 
-    /// A kubeconfig with a new certificate.
+    /// Returns a kubeconfig with a new certificate.
     ///
     /// # Errors
-    /// No key can be made.
+    /// The key cannot be generated.
     pub fn kubeconfig_of(&self, user: &User) -> Result<String> {
         let (certificate, key) = self.certificate(user)?;
         let encoded = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
@@ -382,47 +381,47 @@ impl Cluster {
         Ok(format!("{config:#}\n"))
     }
 
-    /// A client for whoever the kubeconfig at `path` names. Must be called within a runtime.
+    /// Returns a client with the identity of the kubeconfig at `path`. Must be called within a runtime.
     ///
     /// # Errors
-    /// The kubeconfig can't be used.
+    /// The kubeconfig is invalid.
     pub fn client(path: &Path) -> Result<kube::Client> {
         let mut config = kube::Config::try_from(kube::config::Kubeconfig::read_from(path)?)?;
-        // One request is one request, whatever the answer.
+        // No retries: every request must appear once.
         config.default_retry = false;
         Ok(kube::Client::try_from(config)?)
     }
 
-    // ---- What an admin asks ----
+    // ---- Requests of an admin ----
 
-    /// Reads what is at `path`.
+    /// Reads the object at `path`.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn get(&self, path: &str) -> Result<Value> {
         self.ask(Method::GET, path, "", &Value::Null)
     }
 
-    /// Makes an object in the collection at `path`.
+    /// Creates an object in the collection at `path`.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.ask(Method::POST, path, "application/json", object)
     }
 
-    /// Changes an object by a strategic merge patch.
+    /// Changes an object with a strategic merge patch.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
         self.ask(Method::PATCH, path, "application/strategic-merge-patch+json", patch)
     }
 
-    /// Deletes an object; a pod with this grace period, or its own.
+    /// Deletes an object; `grace` overrides the grace period of a pod.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn delete(&self, path: &str, grace: Option<u32>) -> Result<Value> {
         let mut options = json!({ "apiVersion": "v1", "kind": "DeleteOptions" });
         if let Some(grace) = grace {
@@ -436,26 +435,27 @@ impl Cluster {
         block_on(async move { ask(&Cluster::client(&kubeconfig)?, method, path, kind, body).await })
     }
 
-    /// Makes a pod in the namespace `default` and gives it to a node, as a scheduler would.
+    /// Creates a pod in the namespace `default` and assigns it to a node, as a scheduler would.
     ///
     /// # Errors
-    /// The server can't be reached, or refuses.
+    /// The server cannot be reached, or refuses.
     pub fn run(&self, node: &str, pod: &Value) -> Result<Value> {
         let mut pod = pod.clone();
         pod["spec"]["nodeName"] = node.into();
         self.create("/api/v1/namespaces/default/pods", &pod)
     }
 
-    /// The path of a pod in the namespace `default`.
+    /// Returns the path of a pod in the namespace `default`.
     #[must_use]
     pub fn pod(name: &str) -> String {
         format!("/api/v1/namespaces/default/pods/{name}")
     }
 
-    /// Follows the object at `path` until `found` finds something in it; it is null while there is none.
+    /// Follows the object at `path` until `found` returns a value; the object is null while it does not
+    /// exist.
     ///
     /// # Errors
-    /// Nothing is found in time.
+    /// `found` returns no value in time.
     pub fn until<T: Send>(
         &self,
         what: &str,
@@ -470,15 +470,14 @@ impl Cluster {
         })?;
         match followed {
             Ok(result) => result,
-            Err(_) => bail!("waited {} s for {what}; at last it was {last:#}", PATIENCE.as_secs()),
+            Err(_) => bail!("waited {} s for {what}; its last state was {last:#}", PATIENCE.as_secs()),
         }
     }
 
-    /// Follows the object at `path` from now on, on a thread of its own, with the time of everything that is
-    /// seen.
+    /// Follows the object at `path` from now on, on a separate thread, with a timestamp per state.
     ///
     /// # Errors
-    /// The object can't be read now.
+    /// The object cannot be read now.
     pub fn watch(&self, path: &str) -> Result<Watcher> {
         let (kubeconfig, path) = (self.kubeconfig(), path.to_owned());
         let (out, seen) = std::sync::mpsc::channel();
@@ -488,7 +487,7 @@ impl Cluster {
             let Ok(runtime) = runtime else { return };
             runtime.block_on(async {
                 let mut last = Value::Null;
-                // A receiver that has gone ends it, as `stop` does.
+                // A dropped receiver ends the thread, like `stop`.
                 let mut send = |object: &Value| out.send((monotonic_ns(), object.clone())).err();
                 tokio::select! {
                     _ = stopped => {}
@@ -499,28 +498,28 @@ impl Cluster {
         Ok(Watcher { seen, _stop: stop })
     }
 
-    // ---- What was asked ----
+    // ---- Received requests ----
 
-    /// The events of the audit log so far, oldest first.
+    /// Returns the events of the audit log so far, oldest first.
     ///
     /// # Errors
-    /// It can't be read.
+    /// The log cannot be read.
     pub fn audit(&self) -> Result<Vec<Value>> {
         let log = workdir::read(&self.dir.join("audit.json"))?;
-        // The last line may be half written.
+        // The last line may be incomplete.
         Ok(log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 
-    /// The audit log's events of a node.
+    /// Returns the audit log's events of a node.
     fn audit_of(&self, node: &str) -> Result<impl Iterator<Item = Value> + use<>> {
         let name = format!("system:node:{node}");
         Ok(self.audit()?.into_iter().filter(move |event| event["user"]["username"] == name))
     }
 
-    /// A node's requests so far: verb, resource with its subresource, status code.
+    /// Returns a node's requests so far: verb, resource with its subresource, status code.
     ///
     /// # Errors
-    /// The audit log can't be read.
+    /// The audit log cannot be read.
     pub fn asked_by(&self, node: &str) -> Result<Vec<(String, String, u64)>> {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let asked = self.audit_of(node)?.map(|event| {
@@ -537,10 +536,10 @@ impl Cluster {
         Ok(asked.collect())
     }
 
-    /// When a node's lease was renewed, oldest first, by the API server's clock.
+    /// Returns the renewal times of a node's lease, oldest first, by the API server's clock.
     ///
     /// # Errors
-    /// The audit log can't be read.
+    /// The audit log cannot be read.
     pub fn renewals(&self, node: &str) -> Result<Vec<Timestamp>> {
         let is_renewal = |event: &Value| {
             event["verb"] == "update"
@@ -551,7 +550,7 @@ impl Cluster {
         renewals.map(|event| Ok(event["stageTimestamp"].as_str().unwrap_or_default().parse()?)).collect()
     }
 
-    /// Leaves it running when the value is dropped; the instance's teardown ends it.
+    /// Leaves the control plane running when the value is dropped; the instance's teardown ends it.
     pub fn keep(&mut self) {
         self.keep = true;
     }
@@ -569,24 +568,24 @@ impl Drop for Cluster {
                 containerd::keep_logs(&self.instance);
             }
             if let Err(error) = teardown(&self.instance) {
-                eprintln!("could not take down the cluster in {}: {error:#}", self.instance.display());
+                eprintln!("cannot remove the cluster in {}: {error:#}", self.instance.display());
             }
         }
     }
 }
 
-/// An object that is followed.
+/// Followed object.
 pub struct Watcher {
     seen: std::sync::mpsc::Receiver<(u64, Value)>,
     _stop: tokio::sync::oneshot::Sender<()>,
 }
 
 impl Watcher {
-    /// Waits until the object is as wanted, and hands back when that was seen, in nanoseconds of
-    /// CLOCK_MONOTONIC, and the object; it is null while there is none.
+    /// Waits until `wanted` accepts the object; returns the time at which it was seen, in nanoseconds of
+    /// CLOCK_MONOTONIC, and the object, which is null while it does not exist.
     ///
     /// # Errors
-    /// It isn't in time.
+    /// `wanted` does not accept the object in time.
     pub fn until(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Result<(u64, Value)> {
         let deadline = std::time::Instant::now() + PATIENCE;
         loop {
@@ -600,26 +599,26 @@ impl Watcher {
     }
 }
 
-/// The API server's version: the 20 of 1.20.2.
+/// Returns the API server's minor version: the 20 of 1.20.2.
 ///
 /// # Errors
-/// It can't be asked.
+/// The version cannot be queried.
 pub fn minor_version() -> Result<u32> {
     let output = Command::new(requires::kube_apiserver().map_err(|missing| anyhow::anyhow!("{missing}"))?)
         .arg("--version")
         .output()
-        .context("could not ask the API server for its version")?;
+        .context("cannot query the API server's version")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let minor = text.trim().strip_prefix("Kubernetes v1.").and_then(|rest| rest.split('.').next());
     minor
         .and_then(|minor| minor.parse().ok())
-        .with_context(|| format!("{text:?} is no version of an API server"))
+        .with_context(|| format!("cannot parse the API server's version {text:?}"))
 }
 
-/// One request; its answer, which is null where it is no JSON.
+/// Sends a request; returns the response, or null if it is not JSON.
 ///
 /// # Errors
-/// The server can't be reached, or refuses.
+/// The server cannot be reached, or refuses.
 pub async fn ask(
     client: &kube::Client,
     method: Method,
@@ -635,20 +634,20 @@ pub async fn ask(
     Ok(serde_json::from_str(&answer).unwrap_or(Value::Null))
 }
 
-/// Reads the object at `path`, and watches it from there, until `found` finds something. A server that goes
-/// away is asked again when it is back.
+/// Reads and watches the object at `path` until `found` returns a value. Reconnects to a server that was
+/// away.
 async fn follow<T>(
     kubeconfig: &Path,
     path: &str,
     last: &mut Value,
     found: &mut (impl FnMut(&Value) -> Option<T> + Send),
 ) -> Result<T> {
-    let (collection, name) = path.rsplit_once('/').context("the path names no object")?;
+    let (collection, name) = path.rsplit_once('/').context("the path does not name an object")?;
     let client = Cluster::client(kubeconfig)?;
     let client = Client::new(tokio::sync::watch::channel(client).1);
     let selector = format!("fieldSelector=metadata.name%3D{name}");
     loop {
-        // Without it, a server that is away would be asked in a hot loop.
+        // Without the pause, an absent server would be polled in a busy loop.
         let pause = tokio::time::sleep(Duration::from_millis(100));
         if let Ok(list) = client.get(&format!("{collection}?{selector}")).await {
             *last = list["items"][0].clone();
@@ -682,7 +681,7 @@ pub fn condition(object: &Value, kind: &str) -> bool {
     all.is_some_and(|all| all.iter().any(|one| one["type"] == kind && one["status"] == "True"))
 }
 
-/// What is logged: each request once, when it was answered, without bodies.
+/// Audit policy: each request is logged once, when it was answered, without bodies.
 fn audit_policy() -> String {
     let policy = json!({
         "apiVersion": "audit.k8s.io/v1", "kind": "Policy",

@@ -1,5 +1,5 @@
-//! A storage plugin (CSI driver) that does as it is told: it registers as a driver's sidecar does, mounts
-//! folders in memory's place, records every call, and goes wrong on demand. On a thread of its own.
+//! Scripted storage plugin (CSI driver): registers like a driver's sidecar, bind-mounts folders as volumes,
+//! records every call, and fails on demand. Runs on its own thread.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -28,25 +28,25 @@ use tokio::{net::UnixListener, sync::oneshot};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Code, Request, Response, Status};
 
-/// How a driver is.
+/// Properties of a driver.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Its name.
+    /// Name of the driver.
     pub name: String,
-    /// Volumes are staged.
+    /// The driver stages volumes.
     pub stages: bool,
-    /// Where the node is.
+    /// Topology of the node.
     pub topology: BTreeMap<String, String>,
-    /// How many volumes the node may have.
+    /// Maximum number of volumes on the node.
     pub max_volumes: i64,
-    /// It says how much room volumes have, and whether something is wrong with them.
+    /// The driver reports usage and condition of volumes.
     pub measures: bool,
-    /// It makes volumes larger on the node.
+    /// The driver expands volumes on the node.
     pub expands: bool,
 }
 
 impl Settings {
-    /// A driver that stages, and says nothing of the node but its name.
+    /// Returns a driver that stages, and reports only the node's name.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl Settings {
     }
 }
 
-/// A running driver. Dropped, it goes, and its sockets with it; what it mounted stays.
+/// Running driver. Dropping it stops it and removes its sockets; its mounts stay.
 #[derive(Debug)]
 pub struct CsiDriver {
     shared: Arc<Shared>,
@@ -73,7 +73,7 @@ pub struct CsiDriver {
 struct Shared {
     settings: Settings,
     socket: PathBuf,
-    /// What volumes hold.
+    /// Folder of the volumes' contents.
     shelf: PathBuf,
     state: Mutex<State>,
 }
@@ -83,7 +83,7 @@ struct State {
     calls: Vec<(String, Value)>,
     faults: BTreeMap<String, VecDeque<Fault>>,
     registered: Vec<RegistrationStatus>,
-    /// What is wrong with all volumes.
+    /// Fault of all volumes.
     trouble: Option<String>,
 }
 
@@ -98,7 +98,7 @@ impl CsiDriver {
     /// folders below `shelf`.
     ///
     /// # Errors
-    /// Its sockets can't be made.
+    /// Its sockets cannot be created.
     pub fn start(kubelet_dir: &Path, shelf: &Path, settings: Settings) -> Result<Self> {
         let own = kubelet_dir.join("plugins").join(&settings.name);
         fs::create_dir_all(&own)?;
@@ -137,7 +137,7 @@ impl CsiDriver {
                 }
             });
         });
-        started.recv().context("the driver's sockets could not be made")?;
+        started.recv().context("cannot create the driver's sockets")?;
         Ok(Self { shared, stop: Some(stop), thread: Some(thread), sockets: [socket, registry] })
     }
 
@@ -145,14 +145,14 @@ impl CsiDriver {
         self.shared.state()
     }
 
-    /// Every call of this method, in order, as JSON.
+    /// Returns the calls of this method, in order, as JSON.
     #[must_use]
     pub fn calls(&self, method: &str) -> Vec<Value> {
         let calls = &self.state().calls;
         calls.iter().filter(|(name, _)| name == method).map(|(_, asked)| asked.clone()).collect()
     }
 
-    /// The methods that were called, in order, but those that only ask.
+    /// Returns the methods that were called, in order, except queries.
     #[must_use]
     pub fn order(&self) -> Vec<String> {
         let calls = &self.state().calls;
@@ -165,17 +165,17 @@ impl CsiDriver {
         self.state().faults.entry(method.to_owned()).or_default().push_back(fault);
     }
 
-    /// Lets the next call of a method hang.
+    /// Makes the next call of a method hang.
     pub fn hang(&self, method: &str) {
         self.state().faults.entry(method.to_owned()).or_default().push_back(Fault::Hang);
     }
 
-    /// Says from now on that this is wrong with all volumes.
+    /// Reports this fault for all volumes from now on.
     pub fn trouble(&self, message: &str) {
         self.state().trouble = Some(message.to_owned());
     }
 
-    /// What it was told of its registration, last.
+    /// Returns the last notification about its registration.
     #[must_use]
     pub fn registration(&self) -> Option<(bool, String)> {
         self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))
@@ -201,7 +201,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where a volume's contents are.
+    /// Returns the folder of a volume's contents.
     fn contents(&self, volume: &str) -> PathBuf {
         self.shelf.join(volume)
     }
@@ -211,7 +211,7 @@ impl Shared {
 struct Service(Arc<Shared>);
 
 impl Service {
-    /// Records a call, and goes wrong if it should.
+    /// Records a call, and fails if scripted.
     async fn asked(&self, method: &str, asked: Value) -> Result<(), Status> {
         let fault = {
             let mut state = self.0.state();
@@ -235,8 +235,8 @@ fn is_mounted(path: &Path) -> bool {
     mounts.iter().any(|mount| mount.path == path)
 }
 
-/// Takes a mount and its folder away, if they are there.
-fn take_away(path: &Path) -> Result<(), Status> {
+/// Removes a mount and its folder, if they exist.
+fn remove_mount(path: &Path) -> Result<(), Status> {
     if is_mounted(path) {
         unmount(path, UnmountFlags::empty()).map_err(failed)?;
     }
@@ -271,11 +271,11 @@ impl Node for Service {
         request: Request<csi::NodeStageVolumeRequest>,
     ) -> Result<Response<csi::NodeStageVolumeResponse>, Status> {
         let asked = request.into_inner();
-        let said = json!({
+        let fields = json!({
             "volume": asked.volume_id, "path": asked.staging_target_path, "secrets": asked.secrets,
             "publishContext": asked.publish_context, "context": asked.volume_context,
         });
-        self.asked("NodeStageVolume", said).await?;
+        self.asked("NodeStageVolume", fields).await?;
         let contents = self.0.contents(&asked.volume_id);
         fs::create_dir_all(&contents).map_err(failed)?;
         let path = Path::new(&asked.staging_target_path);
@@ -290,8 +290,8 @@ impl Node for Service {
         request: Request<csi::NodeUnstageVolumeRequest>,
     ) -> Result<Response<csi::NodeUnstageVolumeResponse>, Status> {
         let asked = request.into_inner();
-        let said = json!({"volume": asked.volume_id, "path": asked.staging_target_path});
-        self.asked("NodeUnstageVolume", said).await?;
+        let fields = json!({"volume": asked.volume_id, "path": asked.staging_target_path});
+        self.asked("NodeUnstageVolume", fields).await?;
         let path = Path::new(&asked.staging_target_path);
         if is_mounted(path) {
             unmount(path, UnmountFlags::empty()).map_err(failed)?;
@@ -304,7 +304,7 @@ impl Node for Service {
         request: Request<csi::NodePublishVolumeRequest>,
     ) -> Result<Response<csi::NodePublishVolumeResponse>, Status> {
         let asked = request.into_inner();
-        let said = json!({
+        let fields = json!({
             "volume": asked.volume_id, "staged": asked.staging_target_path, "path": asked.target_path,
             "readOnly": asked.readonly, "secrets": asked.secrets, "context": asked.volume_context,
             "publishContext": asked.publish_context,
@@ -312,7 +312,7 @@ impl Node for Service {
         });
         let access = asked.volume_capability.and_then(|capability| capability.access_type);
         let is_block = matches!(access, Some(csi::volume_capability::AccessType::Block(_)));
-        self.asked("NodePublishVolume", said).await?;
+        self.asked("NodePublishVolume", fields).await?;
         let contents = if asked.staging_target_path.is_empty() {
             let contents = self.0.contents(&asked.volume_id);
             fs::create_dir_all(&contents).map_err(failed)?;
@@ -340,9 +340,9 @@ impl Node for Service {
         request: Request<csi::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<csi::NodeUnpublishVolumeResponse>, Status> {
         let asked = request.into_inner();
-        let said = json!({"volume": asked.volume_id, "path": asked.target_path});
-        self.asked("NodeUnpublishVolume", said).await?;
-        take_away(Path::new(&asked.target_path))?;
+        let fields = json!({"volume": asked.volume_id, "path": asked.target_path});
+        self.asked("NodeUnpublishVolume", fields).await?;
+        remove_mount(Path::new(&asked.target_path))?;
         Ok(Response::new(csi::NodeUnpublishVolumeResponse {}))
     }
 
@@ -351,8 +351,8 @@ impl Node for Service {
         request: Request<csi::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<csi::NodeGetVolumeStatsResponse>, Status> {
         let asked = request.into_inner();
-        let said = json!({"volume": asked.volume_id, "path": asked.volume_path});
-        self.asked("NodeGetVolumeStats", said).await?;
+        let fields = json!({"volume": asked.volume_id, "path": asked.volume_path});
+        self.asked("NodeGetVolumeStats", fields).await?;
         let usage = |unit: Unit, total, available, used| csi::VolumeUsage {
             unit: unit.into(),
             total,
@@ -375,11 +375,11 @@ impl Node for Service {
     ) -> Result<Response<csi::NodeExpandVolumeResponse>, Status> {
         let asked = request.into_inner();
         let wanted = asked.capacity_range.map(|range| range.required_bytes).unwrap_or_default();
-        let said = json!({
+        let fields = json!({
             "volume": asked.volume_id, "path": asked.volume_path, "staged": asked.staging_target_path,
             "bytes": wanted, "secrets": asked.secrets,
         });
-        self.asked("NodeExpandVolume", said).await?;
+        self.asked("NodeExpandVolume", fields).await?;
         Ok(Response::new(csi::NodeExpandVolumeResponse { capacity_bytes: wanted }))
     }
 

@@ -1,5 +1,5 @@
-//! The sample device plugin (`src/bin/sample_device_plugin.rs`) as a child process: told what to do by lines,
-//! and heard.
+//! Sample device plugin (`src/bin/sample_device_plugin.rs`) as a child process, controlled and observed by
+//! lines of text.
 
 use std::io::{BufRead as _, Write as _};
 use std::path::Path;
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use crate::guards::Process;
 use crate::workdir::{PATIENCE, stretched};
 
-/// A running plugin. Dropped, it is killed.
+/// Running plugin. Dropping it kills it.
 #[derive(Debug)]
 pub struct SamplePlugin {
     child: Process,
@@ -21,7 +21,7 @@ pub struct SamplePlugin {
 }
 
 impl SamplePlugin {
-    /// Starts the binary, on the folder `device-plugins` of an agent, with these arguments.
+    /// Starts the binary on the folder `device-plugins` of an agent, with these arguments.
     pub fn start(binary: &Path, dir: &Path, arguments: &[&str]) -> Result<Self> {
         let mut child = Command::new(binary)
             .arg("--dir")
@@ -30,7 +30,7 @@ impl SamplePlugin {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .with_context(|| format!("could not start {}", binary.display()))?;
+            .with_context(|| format!("cannot start {}", binary.display()))?;
         let stdin = child.stdin.take();
         let stdout = child.stdout.take().context("the plugin has no standard output")?;
         let (sender, lines) = mpsc::channel();
@@ -44,16 +44,16 @@ impl SamplePlugin {
         Ok(Self { child: Process(child), stdin, lines, heard: Vec::new() })
     }
 
-    /// Starts it and waits until it has registered.
+    /// Starts the plugin and waits until it has registered.
     pub fn registered(binary: &Path, dir: &Path, arguments: &[&str]) -> Result<Self> {
         let mut plugin = Self::start(binary, dir, arguments)?;
         plugin.hear("registered")?;
         Ok(plugin)
     }
 
-    /// Tells it something, and waits until it has heard.
+    /// Sends a command, and waits until it is done.
     pub fn tell(&mut self, line: &str) -> Result<()> {
-        let stdin = self.stdin.as_mut().context("the plugin was told to quit")?;
+        let stdin = self.stdin.as_mut().context("the plugin has quit")?;
         writeln!(stdin, "{line}").context("the plugin has ended")?;
         if line != "quit" {
             self.hear("done")?;
@@ -61,7 +61,7 @@ impl SamplePlugin {
         Ok(())
     }
 
-    /// Waits for a line that begins so; the rest of it.
+    /// Waits for a line with this prefix; returns the rest of it.
     pub fn hear(&mut self, beginning: &str) -> Result<String> {
         loop {
             if let Some(at) = self.heard.iter().position(|line| line.starts_with(beginning)) {
@@ -70,23 +70,26 @@ impl SamplePlugin {
             }
             match self.lines.recv_timeout(stretched(PATIENCE)) {
                 Ok(line) => self.heard.push(line),
-                Err(_) => bail!("the plugin never said {beginning:?}; it said {:?}", self.heard),
+                Err(_) => bail!(
+                    "the plugin printed no line starting with {beginning:?}; its output: {:?}",
+                    self.heard
+                ),
             }
         }
     }
 
-    /// The lines that begin so and haven't been heard, without waiting.
+    /// Returns the lines with this prefix that were not consumed yet, without waiting.
     pub fn heard(&mut self, beginning: &str) -> Vec<String> {
         self.heard.extend(self.lines.try_iter());
         self.heard.iter().filter(|line| line.starts_with(beginning)).cloned().collect()
     }
 
-    /// Kills it at once.
+    /// Kills the plugin with SIGKILL.
     pub fn kill9(self) {
         drop(self.child);
     }
 
-    /// Has it end in order, its socket removed.
+    /// Ends the plugin in an orderly way, which removes its socket.
     pub fn quit(mut self) -> Result<()> {
         self.tell("quit")?;
         self.stdin = None;

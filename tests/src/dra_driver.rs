@@ -1,6 +1,6 @@
-//! A driver of Dynamic Resource Allocation that does as it is told: it registers as the drivers' library for
-//! Go does (a socket in the registry, another one for the node), prepares devices that are named after
-//! claims, records every call, and goes wrong on demand. On a thread of its own.
+//! Scripted driver of Dynamic Resource Allocation: registers like the drivers' Go library (a socket in the
+//! registry, another one for the node), prepares devices named after claims, records every call, and fails on
+//! demand. Runs on its own thread.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -28,19 +28,19 @@ use tokio_stream::{
 };
 use tonic::{Request, Response, Status, codegen::http};
 
-/// How a driver is.
+/// Properties of a driver.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Its name.
+    /// Name of the driver.
     pub name: String,
-    /// Tells two instances of one driver apart, of which the one replaces the other.
+    /// Distinguishes two instances of a driver, one of which replaces the other.
     pub instance: String,
-    /// The services that it says it has.
+    /// Services that the driver announces.
     pub services: Vec<String>,
 }
 
 impl Settings {
-    /// A driver of both versions.
+    /// Returns a driver with both versions.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self {
@@ -51,24 +51,24 @@ impl Settings {
     }
 }
 
-/// What a driver answers in place of the usual.
+/// Abnormal answer of a driver.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// The call is refused.
+    /// Refuses the call.
     Refuse(String),
-    /// The claims are said to have failed.
+    /// Reports a failure for each claim.
     Fail(String),
-    /// Nothing is said of any claim.
+    /// Returns no result for any claim.
     Skip,
-    /// A claim is named that nobody asked for.
+    /// Returns a result for an unknown claim.
     Stranger,
-    /// Each claim has this CDI device.
+    /// Returns this CDI device for each claim.
     Device(String),
-    /// There is no answer.
+    /// Never answers.
     Hang,
 }
 
-/// A running driver. Dropped, it goes, and its sockets with it.
+/// Running driver. Dropping it stops it and removes its sockets.
 #[derive(Debug)]
 pub struct DraDriver {
     shared: Arc<Shared>,
@@ -82,13 +82,13 @@ struct Shared {
     settings: Settings,
     socket: PathBuf,
     state: Mutex<State>,
-    /// What is said of its devices, or nothing yet.
+    /// Reported health of its devices, or None before the first report.
     health: watch::Sender<Option<Vec<health::DeviceHealth>>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// What was called, with the claims' names.
+    /// Called methods, with the claims' names.
     calls: Vec<(String, Vec<String>)>,
     faults: BTreeMap<String, VecDeque<Fault>>,
     registered: Vec<RegistrationStatus>,
@@ -98,7 +98,7 @@ impl DraDriver {
     /// Starts a driver for the agent whose kubelet folder is `kubelet_dir`.
     ///
     /// # Errors
-    /// Its sockets can't be made.
+    /// Its sockets cannot be created.
     pub fn start(kubelet_dir: &Path, settings: Settings) -> Result<Self> {
         let own = kubelet_dir.join("plugins").join(&settings.name);
         fs::create_dir_all(&own)?;
@@ -145,7 +145,7 @@ impl DraDriver {
                 }
             });
         });
-        started.recv().context("the driver's sockets could not be made")?;
+        started.recv().context("cannot create the driver's sockets")?;
         Ok(Self { shared, stop: Some(stop), thread: Some(thread), sockets: [socket, registry] })
     }
 
@@ -153,38 +153,38 @@ impl DraDriver {
         self.shared.state()
     }
 
-    /// The claims' names of every call of this method, in order: `v1.NodePrepareResources`.
+    /// Returns the claims' names of every call of this method, in order; e.g. `v1.NodePrepareResources`.
     #[must_use]
     pub fn calls(&self, method: &str) -> Vec<Vec<String>> {
         let calls = &self.state().calls;
         calls.iter().filter(|(name, _)| name == method).map(|(_, claims)| claims.clone()).collect()
     }
 
-    /// Lets the next call of a method go wrong.
+    /// Makes the next call of a method fail.
     pub fn spoil(&self, method: &str, fault: Fault) {
         self.state().faults.entry(method.to_owned()).or_default().push_back(fault);
     }
 
-    /// Says of the device of a claim how it is, and of no other.
+    /// Reports the health of a claim's device, and of no other.
     pub fn say(&self, claim: &str, health: health::HealthStatus, message: &str) {
         let device = health::DeviceIdentifier { pool_name: POOL.to_owned(), device_name: device_of(claim) };
-        let said = health::DeviceHealth {
+        let report = health::DeviceHealth {
             device: Some(device),
             health: health.into(),
             message: message.to_owned(),
             health_check_timeout_seconds: 3600,
             ..Default::default()
         };
-        self.shared.health.send_replace(Some(vec![said]));
+        self.shared.health.send_replace(Some(vec![report]));
     }
 
-    /// What it was told of its registration, last.
+    /// Returns the last notification about its registration.
     #[must_use]
     pub fn registration(&self) -> Option<(bool, String)> {
         self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))
     }
 
-    /// Ends it as a kill does: its sockets stay.
+    /// Stops the driver like a kill: its sockets stay.
     pub fn kill(&mut self) {
         if let Some(stop) = self.stop.take() {
             let _ = stop.send(());
@@ -213,12 +213,12 @@ impl Shared {
 #[derive(Clone)]
 struct Service(Arc<Shared>);
 
-/// What is said of a claim: an error, or a device.
-type Said = HashMap<String, Result<v1::Device, String>>;
+/// Results by claim: an error or a device.
+type Results = HashMap<String, Result<v1::Device, String>>;
 
 impl Service {
-    /// Records a call, and says what is to be said.
-    async fn asked(&self, method: &str, claims: Vec<(String, String)>) -> Result<Said, Status> {
+    /// Records a call; returns its results.
+    async fn asked(&self, method: &str, claims: Vec<(String, String)>) -> Result<Results, Status> {
         let fault = {
             let mut state = self.0.state();
             state.calls.push((method.to_owned(), claims.iter().map(|(_, name)| name.clone()).collect()));
@@ -231,7 +231,7 @@ impl Service {
             cdi_device_ids: vec![cdi],
             share_id: None,
         };
-        let said = claims.into_iter().map(|(uid, name)| {
+        let results = claims.into_iter().map(|(uid, name)| {
             let of = match &fault {
                 Some(Fault::Fail(why)) => Err(why.clone()),
                 Some(Fault::Device(cdi)) => Ok(device(&name, cdi.clone())),
@@ -239,15 +239,15 @@ impl Service {
             };
             (uid, of)
         });
-        let mut said: Said = said.collect();
+        let mut results: Results = results.collect();
         match fault {
             Some(Fault::Refuse(why)) => return Err(Status::internal(why)),
             Some(Fault::Hang) => std::future::pending().await,
-            Some(Fault::Skip) => said.clear(),
-            Some(Fault::Stranger) => drop(said.insert("stranger".to_owned(), Err(String::new()))),
+            Some(Fault::Skip) => results.clear(),
+            Some(Fault::Stranger) => drop(results.insert("stranger".to_owned(), Err(String::new()))),
             _ => {}
         }
-        Ok(said)
+        Ok(results)
     }
 }
 
@@ -257,7 +257,7 @@ fn device_of(claim: &str) -> String {
     format!("device-of-{claim}")
 }
 
-/// On the wire the package of the service is called as that of others; here it has a name of its own.
+/// The package name on the wire collides with another service; here the service has a unique name.
 fn by_our_name<B>(mut request: http::Request<B>) -> http::Request<B> {
     let path = request.uri().path();
     if let Some(method) = path.strip_prefix("/v1alpha1.DRAResourceHealth/") {
@@ -279,10 +279,10 @@ impl health::dra_resource_health_server::DraResourceHealth for Service {
         &self,
         _: Request<health::NodeWatchResourcesRequest>,
     ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
-        let said = WatchStream::new(self.0.health.subscribe());
-        let said =
-            said.filter_map(|devices| Some(Ok(health::NodeWatchResourcesResponse { devices: devices? })));
-        Ok(Response::new(Box::pin(said)))
+        let reports = WatchStream::new(self.0.health.subscribe());
+        let reports =
+            reports.filter_map(|devices| Some(Ok(health::NodeWatchResourcesResponse { devices: devices? })));
+        Ok(Response::new(Box::pin(reports)))
     }
 }
 
@@ -306,7 +306,7 @@ impl Registration for Service {
     }
 }
 
-/// Serves one version; the fields of its device that not all have come last.
+/// Implements one version of the service; `$convert` converts a device.
 macro_rules! serve {
     ($version:ident, $name:literal, |$device:ident| $convert:expr) => {
         #[tonic::async_trait]
@@ -316,8 +316,8 @@ macro_rules! serve {
                 request: Request<$version::NodePrepareResourcesRequest>,
             ) -> Result<Response<$version::NodePrepareResourcesResponse>, Status> {
                 let claims = request.into_inner().claims.into_iter().map(|claim| (claim.uid, claim.name));
-                let said = self.asked(concat!($name, ".NodePrepareResources"), claims.collect()).await?;
-                let claims = said.into_iter().map(|(uid, of)| {
+                let results = self.asked(concat!($name, ".NodePrepareResources"), claims.collect()).await?;
+                let claims = results.into_iter().map(|(uid, of)| {
                     let of = match of {
                         Ok($device) => $version::NodePrepareResourceResponse {
                             devices: vec![$convert],
@@ -335,8 +335,8 @@ macro_rules! serve {
                 request: Request<$version::NodeUnprepareResourcesRequest>,
             ) -> Result<Response<$version::NodeUnprepareResourcesResponse>, Status> {
                 let claims = request.into_inner().claims.into_iter().map(|claim| (claim.uid, claim.name));
-                let said = self.asked(concat!($name, ".NodeUnprepareResources"), claims.collect()).await?;
-                let claims = said.into_iter().map(|(uid, of)| {
+                let results = self.asked(concat!($name, ".NodeUnprepareResources"), claims.collect()).await?;
+                let claims = results.into_iter().map(|(uid, of)| {
                     let error = of.err().unwrap_or_default();
                     (uid, $version::NodeUnprepareResourceResponse { error })
                 });

@@ -1,5 +1,5 @@
-//! Commands in containers by a node's own HTTPS server, asked as the API server asks it for a WebSocket: what
-//! benches measure of a node agent, whichever it is.
+//! Client that runs commands in containers through a node's own HTTPS server, as the API server does for a
+//! WebSocket: used by benches of any node agent.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,27 +16,27 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::containerd::block_on;
 
-/// Standard output, and how the command ended, among the channels of `v4.channel.k8s.io`.
+/// Channels of `v4.channel.k8s.io`: standard output, and the command's status.
 const STDOUT: u8 = 1;
 const STATUS: u8 = 3;
-/// The kind of a WebSocket's last frame.
+/// Opcode of a WebSocket's close frame.
 pub const CLOSE: u8 = 8;
 
-/// The server of a node that lets everybody run commands.
+/// Server of a node that lets everyone run commands.
 #[derive(Clone, Debug)]
 pub struct Server {
-    /// Where it listens.
+    /// Address of the server.
     pub address: SocketAddr,
-    /// The certificate of the authority that its own one is from.
+    /// Certificate of the authority that issued the server's.
     pub authority: PathBuf,
 }
 
 impl Server {
-    /// Runs a command in the container `main` of a pod in the namespace `default` to its end, on a connection
-    /// of its own. How many bytes it has printed.
+    /// Runs a command in the container `main` of a pod in the namespace `default` to its end, on a new
+    /// connection. Returns the number of bytes of its output.
     ///
     /// # Errors
-    /// The server can't be reached or refuses, or the command fails.
+    /// The server cannot be reached or refuses, or the command fails.
     pub fn run(&self, pod: &str, command: &[&str]) -> Result<u64> {
         block_on(async {
             let mut socket = self.upgrade(pod, command).await?;
@@ -46,7 +46,7 @@ impl Server {
                 match (kind, payload.split_first()) {
                     (CLOSE, _) => bail!("the stream ended without the command's status"),
                     (_, Some((&STDOUT, bytes))) => printed += bytes.len() as u64,
-                    // The stream begins with an empty frame of each channel.
+                    // The stream begins with an empty frame per channel.
                     (_, Some((&STATUS, status))) if !status.is_empty() => {
                         let status = String::from_utf8_lossy(status);
                         return if status.contains("Success") { Ok(printed) } else { bail!("{status}") };
@@ -64,7 +64,7 @@ impl Server {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let stream = TcpStream::connect(self.address).await.context("could not connect to the node")?;
+        let stream = TcpStream::connect(self.address).await.context("cannot connect to the node")?;
         stream.set_nodelay(true)?;
         let name = ServerName::from(self.address.ip());
         let mut socket = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
@@ -79,17 +79,17 @@ impl Server {
         let mut socket = BufReader::with_capacity(256 << 10, socket);
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
-            head.push(socket.read_u8().await.context("the server ended the connection")?);
+            head.push(socket.read_u8().await.context("the server closed the connection")?);
         }
         let head = String::from_utf8_lossy(&head);
         if !head.starts_with("HTTP/1.1 101 ") {
-            bail!("the server does not speak WebSocket: {head}");
+            bail!("the server does not support WebSocket: {head}");
         }
         Ok(socket)
     }
 }
 
-/// Reads a server's frame of a WebSocket (RFC 6455 section 5.2) into `payload`; its kind.
+/// Reads a server's frame of a WebSocket (RFC 6455 section 5.2) into `payload`; returns its opcode.
 ///
 /// # Errors
 /// The connection ends or breaks.

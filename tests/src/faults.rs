@@ -1,55 +1,55 @@
-//! What is to go wrong in a fake server: rules that a test lays down before or while the agent asks. What the
-//! fake runtime and the fake API server have in common; each adds the faults that only its protocol has.
+//! Fault rules for fake servers, added by a test before or during the agent's requests. Shared by the fake
+//! runtime and the fake API server; each adds the faults of its protocol.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
 
-/// How long a test waits for an event that must come: generous, for a busy machine.
+/// Timeout of tests for expected events: generous, for a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A fake server that goes wrong on demand.
+/// Fake server that fails on demand.
 pub trait Faulty {
-    /// A request that came.
+    /// Received request.
     type Asked;
-    /// A fault that only this server has.
+    /// Fault specific to this server.
     type Fault;
 
-    /// Adds a rule behind those that there are. Returns how many requests had come before.
+    /// Adds a rule after the existing ones. Returns the number of requests received before.
     fn add_rule(&self, rule: Rule<Self::Asked, Self::Fault>) -> usize;
 }
 
-/// What becomes of a request.
+/// Handling of a request.
 #[derive(Clone)]
 pub(crate) enum Act<F> {
-    /// It is answered as usual.
+    /// Answers as usual.
     Proceed,
-    /// It is done, and its answer never comes.
+    /// Executes the request, but never answers.
     LoseReply,
-    /// It waits for the test, then is answered as usual.
+    /// Waits for the test, then answers as usual.
     Hold(Arc<Gate>),
-    /// It is done, and its answer waits for the test.
+    /// Executes the request, and answers when the test permits.
     HoldReply(Arc<Gate>),
-    /// It goes wrong as only this server can.
+    /// Fails in a way specific to the server.
     Fault(F),
 }
 
 type Condition<Q> = Box<dyn Fn(&Q) -> bool + Send + Sync>;
 
-/// One rule for requests `Q` of a server with faults `F`.
+/// Rule for requests `Q` of a server with faults `F`.
 pub struct Rule<Q, F> {
     kind: Condition<Q>,
     when: Option<Condition<Q>>,
-    /// None: always.
+    /// None: unlimited.
     times: Option<usize>,
     delay: Duration,
     act: Act<F>,
 }
 
 impl<Q, F> Rule<Q, F> {
-    /// Returns true if the rule is for this request; uses it up by one.
-    fn take(&mut self, asked: &Q) -> bool {
+    /// Returns true if the rule applies to this request, and counts the use.
+    fn applies(&mut self, asked: &Q) -> bool {
         let fits =
             (self.kind)(asked) && self.times != Some(0) && self.when.as_ref().is_none_or(|when| when(asked));
         if let Some(times) = self.times.as_mut().filter(|_| fits) {
@@ -59,7 +59,7 @@ impl<Q, F> Rule<Q, F> {
     }
 }
 
-/// A server's rules. The first that fits a request decides about it.
+/// Rules of a server. The first one that applies to a request decides.
 pub(crate) struct Rules<Q, F>(Vec<Rule<Q, F>>);
 
 impl<Q, F> Default for Rules<Q, F> {
@@ -77,23 +77,23 @@ impl<Q, F: Clone> Rules<Q, F> {
         self.0.clear();
     }
 
-    /// What becomes of a request, and how much later.
+    /// Returns the handling of a request, and its delay.
     pub(crate) fn decide(&mut self, asked: &Q) -> (Duration, Act<F>) {
         let rule =
-            self.0.iter_mut().find_map(|rule| rule.take(asked).then(|| (rule.delay, rule.act.clone())));
+            self.0.iter_mut().find_map(|rule| rule.applies(asked).then(|| (rule.delay, rule.act.clone())));
         rule.unwrap_or((Duration::ZERO, Act::Proceed))
     }
 }
 
-/// A rule in the making: what is to happen, and to which requests.
-#[must_use = "a rule takes effect when it says what is to happen: fail, refuse, proceed, hold, …"]
+/// Builder of a rule: conditions, then the handling.
+#[must_use = "a rule takes effect with its handling: fail, refuse, proceed, hold, …"]
 pub struct Script<'a, S: Faulty> {
     server: &'a S,
     rule: Rule<S::Asked, S::Fault>,
 }
 
 impl<'a, S: Faulty> Script<'a, S> {
-    /// A rule for the next request of a kind.
+    /// Creates a rule for the next request of a kind.
     pub(crate) fn new(server: &'a S, kind: impl Fn(&S::Asked) -> bool + Send + Sync + 'static) -> Self {
         let rule = Rule {
             kind: Box::new(kind),
@@ -105,60 +105,60 @@ impl<'a, S: Faulty> Script<'a, S> {
         Script { server, rule }
     }
 
-    /// Only for requests that this says yes to.
+    /// Restricts the rule to requests for which `when` returns true.
     pub fn when(mut self, when: impl Fn(&S::Asked) -> bool + Send + Sync + 'static) -> Self {
         self.rule.when = Some(Box::new(when));
         self
     }
 
-    /// For the next `times` requests instead of one.
+    /// Applies the rule to the next `times` requests instead of one.
     pub fn times(mut self, times: usize) -> Self {
         self.rule.times = Some(times);
         self
     }
 
-    /// For all requests, until the server is healed.
+    /// Applies the rule to all requests, until the server is healed.
     pub fn always(mut self) -> Self {
         self.rule.times = None;
         self
     }
 
-    /// After this time (also before it fails or its answer is lost).
+    /// Delays the handling (also a failure or a lost answer).
     pub fn after(mut self, delay: Duration) -> Self {
         self.rule.delay = delay;
         self
     }
 
-    /// How many requests had come before.
+    /// Adds the rule; returns the number of requests received before.
     fn lay_down(mut self, act: Act<S::Fault>) -> usize {
         self.rule.act = act;
         self.server.add_rule(self.rule)
     }
 
-    /// It goes wrong as only this server can.
+    /// Fails in a way specific to the server.
     pub(crate) fn fault(self, fault: S::Fault) {
         self.lay_down(Act::Fault(fault));
     }
 
-    /// It is answered as usual: with [`Script::after`], later.
+    /// Answers as usual; with [`Script::after`], later.
     pub fn proceed(self) {
         self.lay_down(Act::Proceed);
     }
 
-    /// It is done, and its answer gets lost: the API server's connection breaks, the runtime's call ends with
-    /// `Unavailable`.
+    /// Executes the request, but loses its answer: the API server's connection breaks, the runtime's call
+    /// ends with `Unavailable`.
     pub fn lose_reply(self) {
         self.lay_down(Act::LoseReply);
     }
 
-    /// It hangs until the test lets it go on: see [`Held`].
+    /// Holds the request until the test releases it: see [`Held`].
     pub fn hold(self) -> Held {
         let gate = Gate::closed();
         let since = self.lay_down(Act::Hold(Arc::clone(&gate)));
         Held { gate, since }
     }
 
-    /// It is done, but its answer hangs until the test lets it go: see [`Held`].
+    /// Executes the request, but holds its answer until the test releases it: see [`Held`].
     pub fn hold_reply(self) -> Held {
         let gate = Gate::closed();
         let since = self.lay_down(Act::HoldReply(Arc::clone(&gate)));
@@ -166,7 +166,7 @@ impl<'a, S: Faulty> Script<'a, S> {
     }
 }
 
-/// Where held requests wait.
+/// Gate at which held requests wait.
 pub(crate) struct Gate {
     open: watch::Sender<bool>,
     waiting: watch::Sender<usize>,
@@ -184,30 +184,30 @@ impl Gate {
     }
 }
 
-/// Requests that hang. Dropped, it lets them go.
+/// Held requests. Dropping the value releases them.
 pub struct Held {
     gate: Arc<Gate>,
     since: usize,
 }
 
 impl Held {
-    /// Waits until a request hangs here.
+    /// Waits until a request is held.
     ///
     /// # Panics
-    /// If none comes within the time that tests wait.
+    /// If no request arrives before the timeout of tests.
     pub async fn reached(&self) {
         let mut waiting = self.gate.waiting.subscribe();
         let reached = tokio::time::timeout(PATIENCE, waiting.wait_for(|waiting| *waiting > 0)).await;
-        assert!(reached.is_ok_and(|changed| changed.is_ok()), "no request came to be held");
+        assert!(reached.is_ok_and(|changed| changed.is_ok()), "no request was held");
     }
 
-    /// The number of the first request that can have come here.
+    /// Returns the number of the first request that the rule can have held.
     #[must_use]
     pub fn since(&self) -> usize {
         self.since
     }
 
-    /// Lets them go on, and all that come later.
+    /// Releases the held requests and all later ones.
     pub fn release(self) {
         drop(self);
     }

@@ -1,6 +1,6 @@
-//! Things on the machine that a test makes for itself and that disappear with the value: cgroups, network
-//! namespaces, mounts, processes. Never the machine's own. A signal to stop ends the test by an error, so
-//! that they disappear then too ([`workdir::heed_signals`]).
+//! Guards of resources that a test creates and that are removed with the value: cgroups, network namespaces,
+//! mounts, processes. Never resources of the machine itself. A stop signal ends the test with an error, so
+//! that they are removed then too ([`workdir::heed_signals`]).
 
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
@@ -12,29 +12,29 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
 
-/// The length of the ids that containerd gives.
+/// Length of containerd's ids.
 pub(crate) const CONTAINER_ID: usize = 64;
 
-/// How long what a test made may take to go away.
+/// Maximum time for removing a test's resources.
 const TEARDOWN: Duration = Duration::from_secs(30);
 
-/// One mounted cgroup hierarchy.
+/// Mounted cgroup hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hierarchy {
-    /// Where it is mounted.
+    /// Mount point.
     pub mount: PathBuf,
-    /// cgroup2; else one of the v1 hierarchies.
+    /// True for cgroup2, false for a v1 hierarchy.
     pub v2: bool,
-    /// The v1 controllers in it, or `name=…` for a named one; empty for cgroup2.
+    /// Its v1 controllers, or `name=…` for a named hierarchy; empty for cgroup2.
     pub controllers: Vec<String>,
 }
 
 impl Hierarchy {
-    /// Makes a cgroup. A version 1 cpuset starts without CPUs and memory nodes, and takes no process then: it
+    /// Creates a cgroup. A v1 cpuset starts without CPUs and memory nodes and then accepts no process, so it
     /// gets its parent's.
     fn make(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir)
-            .with_context(|| format!("could not make the cgroup {}", dir.display()))?;
+            .with_context(|| format!("cannot create the cgroup {}", dir.display()))?;
         if self.controllers.iter().any(|controller| controller == "cpuset") {
             let parent = dir.parent().unwrap_or(&self.mount);
             for file in ["cpuset.cpus", "cpuset.mems"] {
@@ -45,20 +45,20 @@ impl Hierarchy {
     }
 }
 
-/// A mount, as /proc/self/mountinfo has it (proc(5)).
+/// Mount in /proc/self/mountinfo (proc(5)).
 #[derive(Debug, Clone)]
 pub struct MountPoint {
-    /// Where it is.
+    /// Mount point.
     pub path: PathBuf,
-    /// The file system's type.
+    /// Type of the file system.
     pub kind: String,
-    /// The superblock's options.
+    /// Options of the superblock.
     pub options: String,
 }
 
-/// Every mount that this process sees, in the order of mounting.
+/// Returns every mount visible to this process, in the order of mounting.
 pub fn mounts() -> Result<Vec<MountPoint>> {
-    let table = mountinfo::read().context("could not read the mount table")?;
+    let table = mountinfo::read().context("cannot read the mount table")?;
     let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
     let all = mountinfo::mounts(&table);
     Ok(all
@@ -70,7 +70,7 @@ pub fn mounts() -> Result<Vec<MountPoint>> {
         .collect())
 }
 
-/// The cgroup hierarchies that are mounted here: one on pure cgroup2, several on v1 and hybrid.
+/// Returns the mounted cgroup hierarchies: one on pure cgroup2, several on v1 and hybrid.
 pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     let mut found: Vec<Hierarchy> = Vec::new();
     for mount in mounts()?.into_iter().filter(|mount| mount.kind == "cgroup" || mount.kind == "cgroup2") {
@@ -89,18 +89,18 @@ pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     Ok(found)
 }
 
-/// Who drives the cgroups of tests that leave the choice to who starts them: what `BEELET_CGROUP_DRIVER`
-/// names, cgroupfs without it.
+/// Returns the cgroup driver for tests that support both: the one that `BEELET_CGROUP_DRIVER` names,
+/// otherwise cgroupfs.
 pub fn chosen_driver() -> Result<CgroupDriver> {
     match std::env::var("BEELET_CGROUP_DRIVER").as_deref() {
         Err(_) | Ok("" | "cgroupfs") => Ok(CgroupDriver::Cgroupfs),
         Ok("systemd") => Ok(CgroupDriver::Systemd),
-        Ok(other) => bail!("BEELET_CGROUP_DRIVER={other}: there are cgroupfs and systemd"),
+        Ok(other) => bail!("BEELET_CGROUP_DRIVER={other}: expected cgroupfs or systemd"),
     }
 }
 
-/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs; with
-/// systemd's driver it is a slice. Dropped, every process in it is killed and the whole tree removed.
+/// Cgroup of a test in every hierarchy, below which agent and runtime create theirs; with systemd's driver it
+/// is a slice. Dropping the value kills every process in it and removes the whole tree.
 #[derive(Debug)]
 pub struct CgroupRoot {
     path: String,
@@ -110,13 +110,13 @@ pub struct CgroupRoot {
 }
 
 impl CgroupRoot {
-    /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values
-    /// where a v1 cpuset would start without any.
+    /// Creates the cgroup `/<name>` in every hierarchy; a v1 cpuset that would start empty gets the parent's
+    /// `cpuset.cpus` and `cpuset.mems`.
     pub fn new(name: &str) -> Result<CgroupRoot> {
         CgroupRoot::of_driver(name, CgroupDriver::Cgroupfs)
     }
 
-    /// The same for tests of either driver.
+    /// Like [`CgroupRoot::new`], for either driver.
     pub fn of_driver(name: &str, driver: CgroupDriver) -> Result<CgroupRoot> {
         workdir::heed_signals()?;
         let mut root = CgroupRoot::existing(name, driver)?;
@@ -125,7 +125,7 @@ impl CgroupRoot {
             bail!("no cgroup hierarchy is mounted");
         }
         if let Some(slice) = root.slice() {
-            // One without a file of its own may be started as it is (systemd.slice(5)).
+            // A slice without a unit file can be started as it is (systemd.slice(5)).
             run("systemctl", &["start", slice])?;
             return Ok(root);
         }
@@ -135,8 +135,8 @@ impl CgroupRoot {
         Ok(root)
     }
 
-    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone. Dropped,
-    /// it stays.
+    /// Returns the cgroup of that name, whether or not it exists: to remove it, or to check its removal.
+    /// Dropping the value leaves it.
     pub fn existing(name: &str, driver: CgroupDriver) -> Result<CgroupRoot> {
         let path = match driver {
             CgroupDriver::Cgroupfs => format!("/{name}"),
@@ -145,18 +145,18 @@ impl CgroupRoot {
         Ok(CgroupRoot { path, driver, hierarchies: hierarchies()?, keep: true })
     }
 
-    /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`, and a parent that a
-    /// runtime takes.
+    /// Returns the path below the hierarchies' mounts, with its leading slash: a valid `cgroupRoot` and
+    /// parent for a runtime.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Who drives the cgroups below it.
+    /// Returns the driver of the cgroups below it.
     pub fn driver(&self) -> CgroupDriver {
         self.driver
     }
 
-    /// Makes a cgroup of that name in this one, in every hierarchy, and returns its folders.
+    /// Creates a child cgroup in every hierarchy; returns its folders.
     pub fn make_child(&self, name: &str) -> Result<Vec<PathBuf>> {
         let make = |hierarchy: &Hierarchy| {
             let dir = hierarchy.mount.join(&self.path[1..]).join(name);
@@ -166,32 +166,32 @@ impl CgroupRoot {
         self.hierarchies.iter().map(make).collect()
     }
 
-    /// The unit that it is.
+    /// Returns the name of its slice.
     fn slice(&self) -> Option<&str> {
         (self.driver == CgroupDriver::Systemd).then(|| self.path.trim_start_matches('/'))
     }
 
-    /// The folder of this cgroup in the hierarchy that has `controller`; on cgroup2, or for `"unified"`, the
-    /// cgroup2 folder.
+    /// Returns the folder of this cgroup in the hierarchy with `controller`; on cgroup2, or for `"unified"`,
+    /// the cgroup2 folder.
     pub fn dir(&self, controller: &str) -> Option<PathBuf> {
         let of = |found: &Hierarchy| found.mount.join(&self.path[1..]);
         let v1 = self.hierarchies.iter().find(|one| one.controllers.iter().any(|name| name == controller));
         v1.or_else(|| self.hierarchies.iter().find(|one| one.v2)).map(of)
     }
 
-    /// The folder of the cgroup that the agent calls `name`, in the hierarchy that [`CgroupRoot::dir`] says:
+    /// Returns the folder of the cgroup that the agent calls `name`, in the hierarchy of [`CgroupRoot::dir`]:
     /// `/kubepods/burstable/pod<uid>`, and below a pod a container's id.
     pub fn folder(&self, controller: &str, name: &str) -> Option<PathBuf> {
         Some(self.dir(controller)?.join(self.below(name)))
     }
 
-    /// The same in every hierarchy.
+    /// Like [`CgroupRoot::folder`], in every hierarchy.
     pub fn folders(&self, name: &str) -> Vec<PathBuf> {
         let below = self.below(name);
         self.dirs().iter().map(|dir| dir.join(&below)).collect()
     }
 
-    /// The path from this cgroup to the one of that name. A name of units stands for itself.
+    /// Returns the path from this cgroup to the one of that name. A name of units is used unchanged.
     fn below(&self, name: &str) -> PathBuf {
         let name = name.trim_start_matches('/');
         let is_unit = name.split('/').next().is_some_and(|first| first.ends_with(".slice"));
@@ -205,17 +205,17 @@ impl CgroupRoot {
         container.map_or(below.to_path_buf(), |id| below.join(format!("cri-containerd-{id}.scope")))
     }
 
-    /// Every folder of this cgroup, one a hierarchy.
+    /// Returns the folder of this cgroup in each hierarchy.
     pub fn dirs(&self) -> Vec<PathBuf> {
         self.hierarchies.iter().map(|one| one.mount.join(&self.path[1..])).collect()
     }
 
-    /// Leaves it when the value is dropped.
+    /// Keeps the cgroup when the value is dropped.
     pub fn keep(&mut self) {
         self.keep = true;
     }
 
-    /// Kills what runs below it and removes all cgroups below it, in every hierarchy.
+    /// Kills the processes in all cgroups below it and removes these, in every hierarchy.
     pub fn clear(&self) -> Result<()> {
         if let Some(slice) = self.slice() {
             self.remove()?;
@@ -225,16 +225,16 @@ impl CgroupRoot {
         remove_cgroups(&below)
     }
 
-    /// Kills what runs in it and removes it, in every hierarchy. What [`Drop`] does, with the error.
+    /// Kills its processes and removes it, in every hierarchy. Like [`Drop`], but returns the error.
     pub fn remove(&self) -> Result<()> {
         let dirs = self.dirs();
         if let Some(slice) = self.slice().filter(|_| dirs.iter().any(|dir| dir.exists())) {
-            // systemd would give them time to end.
+            // systemd would give the processes time to end.
             wait_regardless("the processes below a slice to end", TEARDOWN, || match kill_below(&dirs) {
                 0 => Ok(()),
-                left => Err(format!("{left} are left")),
+                left => Err(format!("{left} processes are left")),
             })?;
-            // What is below goes with it.
+            // systemd also stops the units below.
             run("systemctl", &["stop", slice])?;
         }
         remove_cgroups(&dirs)
@@ -247,12 +247,12 @@ impl Drop for CgroupRoot {
             return;
         }
         if let Err(error) = self.remove() {
-            eprintln!("could not remove the cgroup {}: {error:#}", self.path);
+            eprintln!("cannot remove the cgroup {}: {error:#}", self.path);
         }
     }
 }
 
-/// Kills every process under these cgroup folders and removes the folders with all below them.
+/// Kills every process in these cgroup folders and removes the folders with all cgroups below.
 pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
     wait_regardless("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
         kill_below(dirs);
@@ -263,20 +263,20 @@ pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
     })
 }
 
-/// Kills every process under these cgroup folders: how many there were.
+/// Kills every process in these cgroup folders; returns the number of processes.
 fn kill_below(dirs: &[PathBuf]) -> usize {
     let mut found = 0;
     for dir in dirs {
         thaw_below(dir);
         for pid in processes_below(dir) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have exited by itself
             found += 1;
         }
     }
     found
 }
 
-/// The processes in the cgroup folder and all below it.
+/// Returns the processes in the cgroup folder and all below.
 pub fn processes_below(dir: &Path) -> Vec<Pid> {
     let text = std::fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
     let own = text.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?));
@@ -284,11 +284,11 @@ pub fn processes_below(dir: &Path) -> Vec<Pid> {
     own.chain(below).collect()
 }
 
-/// Frozen by a killed test, processes can't be killed.
+/// Thaws cgroups, since processes frozen by a killed test cannot be killed.
 fn thaw_below(dir: &Path) {
     for (file, thawed) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
         if dir.join(file).exists() {
-            let _ = std::fs::write(dir.join(file), thawed); // the hierarchy's root has no state
+            let _ = std::fs::write(dir.join(file), thawed); // the hierarchy's root has no such file
         }
     }
     subfolders(dir).iter().for_each(|child| thaw_below(child));
@@ -308,20 +308,20 @@ fn remove_tree(dir: &Path) -> Result<()> {
     }
     match std::fs::remove_dir(dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("could not remove the cgroup {}", dir.display()))
+            Err(error).with_context(|| format!("cannot remove the cgroup {}", dir.display()))
         }
         _ => Ok(()),
     }
 }
 
-/// A network namespace under /run/netns, as `ip netns add` makes it.
+/// Network namespace under /run/netns, like those of `ip netns add`.
 #[derive(Debug)]
 pub struct NetNs {
     name: String,
 }
 
 impl NetNs {
-    /// Makes the namespace, its loopback interface up.
+    /// Creates the namespace with its loopback interface up.
     pub fn new(name: &str) -> Result<NetNs> {
         workdir::heed_signals()?;
         ip(&["netns", "add", name])?;
@@ -330,21 +330,20 @@ impl NetNs {
         Ok(namespace)
     }
 
-    /// The file that stands for it.
+    /// Returns the file of the namespace.
     pub fn path(&self) -> PathBuf {
         Path::new("/run/netns").join(&self.name)
     }
 
-    /// Runs `work` on a thread of its own inside the namespace and hands back what it does.
+    /// Runs `work` on a thread inside the namespace; returns its result.
     pub fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
         let path = self.path();
-        let file =
-            std::fs::File::open(&path).with_context(|| format!("could not open {}", path.display()))?;
+        let file = std::fs::File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
         let thread = std::thread::spawn(move || -> Result<T> {
             use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
             use std::os::fd::AsFd as _;
             move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
-                .context("could not enter the network namespace")?;
+                .context("cannot enter the network namespace")?;
             Ok(work())
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -354,69 +353,69 @@ impl NetNs {
 impl Drop for NetNs {
     fn drop(&mut self) {
         if let Err(error) = ip(&["netns", "del", &self.name]) {
-            eprintln!("could not remove the network namespace {}: {error:#}", self.name);
+            eprintln!("cannot remove the network namespace {}: {error:#}", self.name);
         }
     }
 }
 
-/// Runs `ip` and hands back what it prints.
+/// Runs `ip`; returns its output.
 pub fn ip(arguments: &[&str]) -> Result<String> {
     let program = crate::requires::find_program("ip").context("ip is not installed (Debian: iproute2)")?;
-    let output = Command::new(program).args(arguments).output().context("could not start ip")?;
+    let output = Command::new(program).args(arguments).output().context("cannot start ip")?;
     if !output.status.success() {
         bail!("`ip {}` failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs a program of the machine; its errors are ours.
+/// Runs a program of the machine; its failure is an error.
 fn run(name: &str, arguments: &[&str]) -> Result<()> {
     let program = crate::requires::find_program(name).with_context(|| format!("{name} is not installed"))?;
     let output =
-        Command::new(program).args(arguments).output().with_context(|| format!("could not start {name}"))?;
+        Command::new(program).args(arguments).output().with_context(|| format!("cannot start {name}"))?;
     if !output.status.success() {
         bail!("`{name} {}` failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(())
 }
 
-/// A file system mounted for a test at a folder of its own.
+/// File system mounted for a test in its own folder.
 #[derive(Debug)]
 pub struct Mount {
     path: PathBuf,
 }
 
 impl Mount {
-    /// A BPF file system, for pins that nobody else sees.
+    /// Mounts a BPF file system, for pins that are invisible to others.
     pub fn bpffs(path: &Path) -> Result<Mount> {
         Mount::new("bpf", path, "")
     }
 
-    /// A tmpfs that holds `bytes` and no more: a disk that is full when a test wants it to be.
+    /// Mounts a tmpfs of `bytes` bytes: a disk that a test can fill.
     pub fn tmpfs(path: &Path, bytes: u64) -> Result<Mount> {
         Mount::new("tmpfs", path, &format!("size={bytes}"))
     }
 
-    /// A tmpfs of so many bytes and so many inodes.
+    /// Mounts a tmpfs with a limited number of bytes and inodes.
     pub fn tmpfs_with_inodes(path: &Path, bytes: u64, inodes: u64) -> Result<Mount> {
         Mount::new("tmpfs", path, &format!("size={bytes},nr_inodes={inodes}"))
     }
 
-    /// A file system of its own in a file: ext4 of so many bytes, mounted by a loop device.
+    /// Mounts an ext4 file system in a file of `bytes` bytes, by a loop device.
     pub fn ext4(path: &Path, file: &Path, bytes: u64) -> Result<Mount> {
         Mount::in_file(path, file, bytes, &["mkfs.ext4", "-q", "-F", "-m", "0"], "loop")
     }
 
-    /// A file system in a file of so many bytes: what the program `make` makes of it, mounted with these
-    /// options.
+    /// Mounts a file system in a file of `bytes` bytes, created by the program `make`, with these options.
     pub fn in_file(path: &Path, file: &Path, bytes: u64, make: &[&str], options: &str) -> Result<Mount> {
         workdir::heed_signals()?;
-        std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
+        std::fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
         let made = std::fs::File::create(file).and_then(|file| file.set_len(bytes));
-        made.with_context(|| format!("could not make {}", file.display()))?;
-        let (program, arguments) = make.split_first().context("no program makes the file system")?;
+        made.with_context(|| format!("cannot create {}", file.display()))?;
+        let (program, arguments) =
+            make.split_first().context("the command that creates the file system is empty")?;
         run(program, &[arguments, &[&*file.to_string_lossy()]].concat())?;
-        let kind = program.strip_prefix("mkfs.").context("the program is no mkfs")?;
+        let kind = program.strip_prefix("mkfs.").context("the program is not a mkfs")?;
         // mount(8) finds a free loop device, and the kernel frees it with the last use.
         run("mount", &["-t", kind, "-o", options, &file.to_string_lossy(), &path.to_string_lossy()])?;
         Ok(Mount { path: path.to_path_buf() })
@@ -424,14 +423,14 @@ impl Mount {
 
     fn new(kind: &str, path: &Path, options: &str) -> Result<Mount> {
         workdir::heed_signals()?;
-        std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
+        std::fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
         let options = std::ffi::CString::new(options)?;
         rustix::mount::mount(kind, path, kind, rustix::mount::MountFlags::empty(), options.as_c_str())
-            .with_context(|| format!("could not mount {kind} at {}", path.display()))?;
+            .with_context(|| format!("cannot mount {kind} at {}", path.display()))?;
         Ok(Mount { path: path.to_path_buf() })
     }
 
-    /// Where it is mounted.
+    /// Returns its mount point.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -445,7 +444,7 @@ impl Drop for Mount {
     }
 }
 
-/// A folder in which nothing is mounted any more once the value is dropped.
+/// Folder in which all mounts are removed when the value is dropped.
 #[derive(Debug)]
 pub struct MountsBelow(pub PathBuf);
 
@@ -462,12 +461,12 @@ pub fn unmount_below(dir: &Path) -> Result<()> {
     let below: Vec<_> = mounts()?.into_iter().filter(|mount| mount.path.starts_with(dir)).collect();
     for mount in below.iter().rev() {
         rustix::mount::unmount(&mount.path, rustix::mount::UnmountFlags::DETACH)
-            .with_context(|| format!("could not unmount {}", mount.path.display()))?;
+            .with_context(|| format!("cannot unmount {}", mount.path.display()))?;
     }
     Ok(())
 }
 
-/// A child process that is killed, and waited for, when the value is dropped.
+/// Child process that is killed and waited for when the value is dropped.
 #[derive(Debug)]
 pub struct Process(pub Child);
 
@@ -499,7 +498,7 @@ mod tests {
         }
         let mut child = Process(Command::new("sleep").arg("1000").spawn().unwrap());
         std::fs::write(below.join("cgroup.procs"), child.0.id().to_string()).unwrap();
-        // The killed child is a zombie, which keeps its cgroup on v1, until somebody waits for it.
+        // The killed child is a zombie, which keeps its cgroup on v1, until it is waited for.
         let waiter = std::thread::spawn(move || child.0.wait().unwrap());
         drop(root);
         assert!(!waiter.join().unwrap().success());

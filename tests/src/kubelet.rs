@@ -1,5 +1,4 @@
-//! A kubelet on a private containerd, standalone: the peer beside which tests look and benches measure. Which
-//! one is said by `KUBELET`; none is brought along.
+//! Standalone kubelet on a private containerd, as a peer for tests and benches. `KUBELET` must name one.
 
 use crate::containerd::{Containerd, write_pid};
 use crate::guards::Process;
@@ -10,30 +9,30 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The name of its node.
+/// Name of its node.
 pub const NODE: &str = "observed";
 
-/// The program that `KUBELET` names.
+/// Returns the program that `KUBELET` names.
 ///
 /// # Errors
-/// It names none.
+/// `KUBELET` is not set.
 pub fn given() -> Result<PathBuf, Missing> {
     let named = std::env::var_os("KUBELET").filter(|path| !path.is_empty()).map(PathBuf::from);
-    named.ok_or_else(|| missing("no kubelet is given", "give the path of a kubelet in KUBELET"))
+    named.ok_or_else(|| missing("KUBELET is not set", "give the path of a kubelet in KUBELET"))
 }
 
-/// A kubelet's place in a cluster, and its server, which lets everybody on loopback do everything.
+/// Cluster membership of a kubelet, and its server, which grants every client on loopback full access.
 #[derive(Debug)]
 pub struct Member {
-    /// How it reaches the API server.
+    /// Kubeconfig for the API server.
     pub kubeconfig: PathBuf,
-    /// Where its server listens.
+    /// Port of its server.
     pub port: u16,
-    /// The server's certificate and its key.
+    /// Certificate of the server, with its key.
     pub keys: (PathBuf, PathBuf),
 }
 
-/// A running kubelet. Dropped, it is killed; its pods go with the containerd they are on.
+/// Running kubelet. Dropping it kills it; its pods are removed with their containerd.
 #[derive(Debug)]
 pub struct Kubelet {
     process: Process,
@@ -42,19 +41,19 @@ pub struct Kubelet {
 }
 
 impl Kubelet {
-    /// Starts it with a folder of static pods, without an API server, in a mount namespace of its own, where
-    /// /var/lib/kubelet is empty.
+    /// Starts a kubelet with a folder of static pods, without an API server, in its own mount namespace,
+    /// where /var/lib/kubelet is empty.
     ///
     /// # Errors
-    /// It can't be started.
+    /// The kubelet cannot be started.
     pub fn start(binary: &Path, containerd: &Containerd) -> Result<Kubelet> {
         Kubelet::spawn(binary, containerd, None)
     }
 
-    /// The same as the node `observed` of a cluster.
+    /// Like [`Kubelet::start`], as the node `observed` of a cluster.
     ///
     /// # Errors
-    /// It can't be started.
+    /// The kubelet cannot be started.
     pub fn join(binary: &Path, containerd: &Containerd, member: &Member) -> Result<Kubelet> {
         Kubelet::spawn(binary, containerd, Some(member))
     }
@@ -63,7 +62,7 @@ impl Kubelet {
         let dir = containerd.dir().join("kubelet");
         let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
         std::fs::create_dir_all(&manifests)?;
-        // It takes the name of a slice without its ending, and adds that itself.
+        // The kubelet expects the name of a slice without its suffix, which it adds itself.
         let root = containerd.cgroup().path().trim_end_matches(".slice");
         let mut config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
@@ -71,7 +70,8 @@ impl Kubelet {
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
             "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,
-            // On a full disk it would remove the image of sandboxes, which no registry can give back.
+            // On a full disk the kubelet would remove the sandbox image, which no registry could provide
+            // again.
             "imageGCHighThresholdPercent": 100,
         });
         if let Some(Member { port, keys: (certificate, key), .. }) = member {
@@ -84,8 +84,8 @@ impl Kubelet {
         }
         let version = version(binary)?;
         let minor = version.split('.').nth(1).and_then(|minor| minor.parse::<u32>().ok());
-        let minor = minor.with_context(|| format!("{version:?} is no kubelet's version"))?;
-        // Older ones don't know the word, newer ones refuse to run on version 1 without it.
+        let minor = minor.with_context(|| format!("cannot parse the kubelet's version {version:?}"))?;
+        // Unknown to older kubelets; newer ones need it to run on cgroup v1.
         if minor >= 31 {
             config["failCgroupV1"] = false.into();
         }
@@ -105,49 +105,49 @@ impl Kubelet {
         }
         let output = std::fs::File::create(&log)?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
-        let process = Process(command.spawn().context("could not start the kubelet")?);
-        // One that ended at once has nothing to be written down.
+        let process = Process(command.spawn().context("cannot start the kubelet")?);
+        // A process that ended at once needs no record.
         let _ = write_pid(containerd.dir(), "kubelet", process.0.id());
         Ok(Kubelet { process, manifests, log })
     }
 
-    /// The process's id: each program before it became the next.
+    /// Returns the process id: each wrapper executes the next program in its place.
     pub fn pid(&self) -> u32 {
         self.process.0.id()
     }
 
-    /// Whether it has ended by itself.
+    /// Returns true if the kubelet has ended by itself.
     pub fn has_ended(&mut self) -> bool {
         self.process.0.try_wait().is_ok_and(|status| status.is_some())
     }
 
-    /// Everything that it has printed so far.
+    /// Returns its output so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Puts a pod's manifest into the folder.
+    /// Writes a pod's manifest into the folder.
     ///
     /// # Errors
-    /// It can't be written.
+    /// The file cannot be written.
     pub fn apply(&self, manifest: &Value) -> Result<()> {
         self.apply_text(manifest["metadata"]["name"].as_str().unwrap_or_default(), &manifest.to_string())
     }
 
-    /// Puts the text of a pod's manifest into the folder.
+    /// Writes the text of a pod's manifest into the folder.
     ///
     /// # Errors
-    /// It can't be written.
+    /// The file cannot be written.
     pub fn apply_text(&self, name: &str, manifest: &str) -> Result<()> {
         workdir::write(&self.manifest(name), manifest)
     }
 
-    /// Takes a pod's manifest out of the folder.
+    /// Removes a pod's manifest from the folder.
     ///
     /// # Errors
-    /// It isn't there.
+    /// The file does not exist.
     pub fn remove(&self, name: &str) -> Result<()> {
-        std::fs::remove_file(self.manifest(name)).with_context(|| format!("could not remove {name}"))
+        std::fs::remove_file(self.manifest(name)).with_context(|| format!("cannot remove {name}"))
     }
 
     fn manifest(&self, name: &str) -> PathBuf {
@@ -155,12 +155,12 @@ impl Kubelet {
     }
 }
 
-/// The version that it prints: `Kubernetes v1.36.2`.
+/// Returns the version that the kubelet prints: `Kubernetes v1.36.2`.
 ///
 /// # Errors
-/// It can't be run.
+/// The kubelet cannot be run.
 pub fn version(binary: &Path) -> Result<String> {
-    let said = Command::new(binary).arg("--version").output();
-    let said = said.with_context(|| format!("could not run {}", binary.display()))?;
-    Ok(String::from_utf8_lossy(&said.stdout).trim().to_owned())
+    let output = Command::new(binary).arg("--version").output();
+    let output = output.with_context(|| format!("cannot run {}", binary.display()))?;
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

@@ -1,10 +1,9 @@
-//! What the tests, the demo and the benches share: a private containerd, images made without a registry, the
-//! agent as a child process, and guards that take back what a test made on the machine.
+//! Support shared by tests, demo and benches: a private containerd, images built without a registry, the
+//! agent as a child process, and guards that remove a test's resources from the machine.
 //!
-//! Everything made here is found again by its own name or path (never "all containers", "all cgroups"), so it
-//! works beside another containerd or a kubelet, and is taken back when the value that stands for it is
-//! dropped, after a failed assertion too. What a killed test left behind is swept up by the next one that
-//! starts.
+//! Every resource is identified by its own name or path (never "all containers", "all cgroups"), so that
+//! tests work next to another containerd or a kubelet, and is removed when its value is dropped, also after a
+//! failed assertion. The next test removes leftovers of a killed one.
 
 pub mod agent;
 pub mod apiserver;

@@ -1,8 +1,8 @@
-//! A process that loads the machine when told to, in cgroups and on a CPU that it is given: kernel tests and
-//! benches compare what the programs counted of it with what the kernel's own files say.
+//! Process that loads the machine on command, in given cgroups and on a given CPU: kernel tests and benches
+//! compare what the programs counted of it with the kernel's own files.
 //!
-//! [`serve`] is the process (`load [--cgroup DIR]… [--netns FILE] [--cpu N]`): commands come on standard
-//! input, one a line, each answered by one line when it is done. [`Load`] is the other end.
+//! [`serve`] is the process (`load [--cgroup DIR]… [--netns FILE] [--cpu N]`): it reads commands from
+//! standard input, one per line, and answers each with a line when it is done. [`Load`] is the other end.
 
 use anyhow::{Context as _, Result, bail};
 use rustix::thread::{CpuSet, LinkNameSpaceType, move_into_link_name_space, sched_setaffinity};
@@ -13,18 +13,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Where a [`Load`] runs.
+/// Place in which a [`Load`] runs.
 #[derive(Debug, Clone, Default)]
 pub struct Seat {
-    /// Folders of cgroups to join: one, or one a hierarchy.
+    /// Folders of cgroups to join: one, or one per hierarchy.
     pub cgroups: Vec<PathBuf>,
-    /// A network namespace to enter.
+    /// Network namespace to enter.
     pub netns: Option<PathBuf>,
-    /// The one CPU to run on.
+    /// CPU to run on.
     pub cpu: Option<usize>,
 }
 
-/// The end that gives the orders. Dropped, the process is killed.
+/// Controlling end. Dropping it kills the process.
 #[derive(Debug)]
 pub struct Load {
     child: Child,
@@ -47,7 +47,7 @@ impl Load {
         if let Some(cpu) = seat.cpu {
             command.arg("--cpu").arg(cpu.to_string());
         }
-        let mut child = command.spawn().with_context(|| format!("could not start {}", program.display()))?;
+        let mut child = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
         let input = child.stdin.take().context("no standard input")?;
         let output = BufReader::new(child.stdout.take().context("no standard output")?);
         let mut load = Load { child, input, output };
@@ -55,33 +55,33 @@ impl Load {
         Ok(load)
     }
 
-    /// Its process id.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Gives a command and waits until it is done; the answer without its `ok`.
+    /// Sends a command and waits until it is done; returns the answer without its `ok`.
     pub fn tell(&mut self, command: &str) -> Result<String> {
         self.begin(command)?;
         self.answer()
     }
 
-    /// Gives a command; [`Load::answer`] waits for its end.
+    /// Sends a command; [`Load::answer`] waits for its end.
     pub fn begin(&mut self, command: &str) -> Result<()> {
         writeln!(self.input, "{command}").context("the load process has ended")
     }
 
-    /// Waits for the end of the command that was begun.
+    /// Waits for the end of the command sent by [`Load::begin`].
     pub fn answer(&mut self) -> Result<String> {
         let mut line = String::new();
         self.output.read_line(&mut line).context("the load process has ended")?;
         match line.trim_end().strip_prefix("ok") {
             Some(answer) => Ok(answer.trim().to_owned()),
-            None => bail!("the load process said: {line:?}"),
+            None => bail!("the load process answered: {line:?}"),
         }
     }
 
-    /// Waits for its end, which must come by itself.
+    /// Waits until the process ends by itself.
     pub fn wait(mut self) -> Result<std::process::ExitStatus> {
         Ok(self.child.wait()?)
     }
@@ -94,35 +94,34 @@ impl Drop for Load {
     }
 }
 
-/// The process: takes its place, says `ok`, and obeys until its input ends.
+/// Runs the process: takes its place, prints `ok`, and executes commands until its input ends.
 ///
 /// - `burn MS`: computes
-/// - `swarm THREADS MS`: computes on so many threads at once
+/// - `swarm THREADS MS`: computes on this many threads at once
 /// - `mixed MS`: computes and sleeps in turns, on two threads
-/// - `idle MS`: two threads that do next to nothing, ten times per second
-/// - `doze ROUNDS`: sleeps 2 ms, time after time → `ok NANOSECONDS`, by which half of them ended too late
+/// - `idle MS`: runs two threads that do almost nothing, ten times per second
+/// - `doze ROUNDS`: sleeps 2 ms repeatedly → `ok NANOSECONDS`, the median overrun
 /// - `pingpong ROUNDS`: two threads wake each other through pipes → `ok NANOSECONDS`
 /// - `spawn COUNT`: short processes one after the other → `ok PID:CODE:SIGNAL …`
-/// - `exit CODE`, `crowd CODE`, `abort`: ends, in a crowd of threads, by a signal
-/// - `stream FILE`: reads a file once, from the front to the end
-/// - `allocate BYTES`: takes memory and touches it
+/// - `exit CODE`, `crowd CODE`, `abort`: ends; with many threads; by a signal
+/// - `stream FILE`: reads a file once from start to end
+/// - `allocate BYTES`: allocates memory and touches it
 /// - `udp COUNT BYTES`: sends itself datagrams over loopback
-/// - `tcp COUNT BYTES`: connects to itself and sends, time after time → `ok NANOSECONDS`
-/// - `listen`: → `ok PORT`; then `take COUNT` takes so many connections, one after the other, and reads what
-///   comes
-/// - `call PORT COUNT BYTES`: connects there and sends, time after time → `ok NANOSECONDS`
-/// - `lose`: sends over a connection whose other end drops all that comes, and keeps both open
-/// - `found`: takes the drop away again, and waits until what was sent is there
+/// - `tcp COUNT BYTES`: connects to itself and sends, repeatedly → `ok NANOSECONDS`
+/// - `listen`: → `ok PORT`; then `take COUNT` accepts this many connections in sequence, and reads all data
+/// - `call PORT COUNT BYTES`: connects there and sends, repeatedly → `ok NANOSECONDS`
+/// - `lose`: sends over a connection whose other end drops all packets, and keeps both open
+/// - `found`: removes the drop, and waits until the data has arrived
 ///
 /// # Errors
-/// It can't take its place.
+/// The process cannot take its place.
 pub fn serve(arguments: &[String]) -> Result<()> {
     if let [command, rest @ ..] = arguments
         && matches!(command.as_str(), "exit" | "crowd" | "abort")
     {
         short_life(command, rest);
     }
-    take_place(arguments)?;
+    join_place(arguments)?;
     let mut out = std::io::stdout().lock();
     writeln!(out, "ok")?;
     out.flush()?;
@@ -137,21 +136,21 @@ pub fn serve(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn take_place(arguments: &[String]) -> Result<()> {
+fn join_place(arguments: &[String]) -> Result<()> {
     let mut arguments = arguments.iter();
     while let Some(name) = arguments.next() {
         let value = arguments.next().with_context(|| format!("{name} needs a value"))?;
         match name.as_str() {
             "--cgroup" => std::fs::write(format!("{value}/cgroup.procs"), std::process::id().to_string())
-                .with_context(|| format!("could not join the cgroup {value}"))?,
+                .with_context(|| format!("cannot join the cgroup {value}"))?,
             "--netns" => {
-                let file = std::fs::File::open(value).with_context(|| format!("could not open {value}"))?;
+                let file = std::fs::File::open(value).with_context(|| format!("cannot open {value}"))?;
                 move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
             }
             "--cpu" => {
                 let mut cpus = CpuSet::new();
                 cpus.set(value.parse()?);
-                sched_setaffinity(None, &cpus).context("could not stay on one CPU")?;
+                sched_setaffinity(None, &cpus).context("cannot stay on one CPU")?;
             }
             _ => bail!("unknown argument {name}"),
         }
@@ -164,7 +163,7 @@ fn short_life(command: &str, rest: &[String]) -> ! {
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     }
     if command == "crowd" {
-        // exit_group(2) ends them all at the same moment.
+        // exit_group(2) ends all threads at the same moment.
         for _ in 0..4 {
             std::thread::spawn(std::thread::park);
         }
@@ -209,7 +208,7 @@ fn obey(line: &str, sockets: &mut Sockets) -> Result<String> {
             Ok(listener.local_addr()?.port().to_string())
         }
         ["take", count] => done(
-            take(sockets.listener.as_ref().context("nothing listens")?, count.parse()?).map_err(Into::into),
+            accept(sockets.listener.as_ref().context("nothing listens")?, count.parse()?).map_err(Into::into),
         ),
         ["call", port, count, bytes] => {
             let address = SocketAddr::from(([127, 0, 0, 1], port.parse()?));
@@ -219,8 +218,8 @@ fn obey(line: &str, sockets: &mut Sockets) -> Result<String> {
             sockets.lossy = Some(Lossy::begin()?);
             Ok(String::new())
         }
-        ["found"] => done(sockets.lossy.take().context("nothing was lost")?.end()),
-        _ => bail!("no such command: {line}"),
+        ["found"] => done(sockets.lossy.take().context("no data was lost")?.end()),
+        _ => bail!("unknown command: {line}"),
     }
 }
 
@@ -234,7 +233,7 @@ fn burn(time: Duration) {
     }
 }
 
-/// None begins before all are there: each new one would have to wait for its turn.
+/// Starts computing when all threads exist: each new one would have to wait for its turn.
 fn swarm(threads: usize, time: Duration) {
     let all_are_there = std::sync::Barrier::new(threads);
     std::thread::scope(|scope| {
@@ -273,7 +272,7 @@ fn mixed(time: Duration) {
     });
 }
 
-/// The two are due at the same time, so on one CPU one of them waits for the other.
+/// Both threads are due at the same time, so on one CPU one of them waits for the other.
 fn idle(time: Duration) {
     let start = Instant::now();
     let ticks = || {
@@ -290,7 +289,7 @@ fn idle(time: Duration) {
     });
 }
 
-/// Each round is two switches and two wake-ups, if both threads are on one CPU.
+/// Each round has two switches and two wake-ups if both threads are on one CPU.
 fn pingpong(rounds: u64) -> Result<Duration> {
     let (mut ping_out, mut ping_in) = std::io::pipe()?;
     let (mut pong_out, mut pong_in) = std::io::pipe()?;
@@ -313,12 +312,12 @@ fn pingpong(rounds: u64) -> Result<Duration> {
     Ok(took)
 }
 
-/// Every fifth is killed by a signal, the others end with a code of their own, some of them with several
-/// threads.
+/// Spawns processes: every fifth is killed by a signal, the others exit with different codes, some of them
+/// with several threads.
 fn spawn(count: u64) -> Result<String> {
     use std::os::unix::process::ExitStatusExt as _;
     let program = std::env::current_exe()?;
-    // Started through another command's first argument where this is not a program of its own.
+    // Arguments of a command that wraps this one, if it is not a program of its own.
     let lead: Vec<String> = std::env::args().skip(1).take_while(|word| !word.starts_with("--")).collect();
     let mut all = Vec::new();
     for index in 0..count {
@@ -339,7 +338,7 @@ fn spawn(count: u64) -> Result<String> {
 }
 
 fn stream(file: &Path) -> Result<()> {
-    let mut file = std::fs::File::open(file).with_context(|| format!("could not open {}", file.display()))?;
+    let mut file = std::fs::File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     let mut buffer = vec![0; 1 << 16];
     while file.read(&mut buffer)? > 0 {}
     Ok(())
@@ -368,13 +367,13 @@ fn udp(count: usize, bytes: usize) -> Result<()> {
 fn tcp(count: usize, bytes: usize) -> Result<Duration> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
-    let server = std::thread::spawn(move || take(&listener, count));
+    let server = std::thread::spawn(move || accept(&listener, count));
     let took = call(address, count, bytes)?;
     server.join().map_err(|_| anyhow::anyhow!("the server panicked"))??;
     Ok(took)
 }
 
-fn take(listener: &TcpListener, count: usize) -> std::io::Result<()> {
+fn accept(listener: &TcpListener, count: usize) -> std::io::Result<()> {
     let mut buffer = vec![0; 1 << 16];
     for _ in 0..count {
         let (mut connection, _) = listener.accept()?;
@@ -394,22 +393,22 @@ fn call(address: SocketAddr, count: usize, bytes: usize) -> Result<Duration> {
             connection.write_all(&buffer[..part])?;
             left -= part;
         }
-        // Waits until the server has taken it: else, on one CPU, the accept queue fills up and TCP waits for
-        // seconds.
+        // Waits until the server has read the data: otherwise, on one CPU, the accept queue fills up and TCP
+        // waits for seconds.
         connection.shutdown(Shutdown::Write)?;
-        connection.read_exact(&mut [0]).err().context("the server says nothing")?;
+        connection.read_exact(&mut [0]).err().context("the server closes without data")?;
     }
     Ok(start.elapsed())
 }
 
-/// What stays open between commands.
+/// Sockets that stay open between commands.
 #[derive(Default)]
 struct Sockets {
     listener: Option<TcpListener>,
     lossy: Option<Lossy>,
 }
 
-/// A connection on which one byte is on its way and does not arrive.
+/// Connection on which one byte is in flight and does not arrive.
 struct Lossy {
     _sender: TcpStream,
     receiver: TcpStream,
@@ -420,10 +419,12 @@ impl Lossy {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let mut sender = TcpStream::connect(listener.local_addr()?)?;
         let (receiver, _) = listener.accept()?;
-        // The kernel runs a socket's filter before TCP sees the packet: what it cuts to no bytes was never
-        // there (net/ipv4/tcp_ipv4.c, tcp_filter).
+        // The kernel runs a socket's filter before TCP sees the packet: a packet cut to zero bytes is treated
+        // as never received (net/ipv4/tcp_ipv4.c, tcp_filter).
         let keep_nothing = socket2::SockFilter::new(BPF_RET_K, 0, 0, 0);
-        socket2::SockRef::from(&receiver).attach_filter(&[keep_nothing]).context("no socket filter")?;
+        socket2::SockRef::from(&receiver)
+            .attach_filter(&[keep_nothing])
+            .context("cannot attach a socket filter")?;
         sender.write_all(&[1])?;
         Ok(Lossy { _sender: sender, receiver })
     }

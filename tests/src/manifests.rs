@@ -3,12 +3,12 @@
 use crate::images;
 use serde_json::{Value, json};
 
-/// The port that a [`serving`] pod's test app listens on.
+/// Port on which a [`serving`] pod's test app listens.
 pub const PORT: u16 = 8080;
-/// The port that it takes commands on.
+/// Port for commands to the test app.
 pub const CONTROL: u16 = 9000;
 
-/// A pod with one container, `main`, that runs `command`; told to stop, it has two seconds.
+/// Returns a pod with one container, `main`, that runs `command`, and a grace period of two seconds.
 pub fn pod(name: &str, command: &[&str]) -> Value {
     json!({
         "apiVersion": "v1",
@@ -21,22 +21,22 @@ pub fn pod(name: &str, command: &[&str]) -> Value {
     })
 }
 
-/// A pod whose test app listens on [`PORT`], with a readiness probe on it that looks once in ten seconds:
-/// whatever happens sooner, the kernel reported.
+/// Returns a pod whose test app listens on [`PORT`], with a readiness probe every ten seconds: any faster
+/// reaction comes from the kernel.
 pub fn serving(name: &str) -> Value {
     let command = serving_command();
     let pod = pod(name, &command.iter().map(String::as_str).collect::<Vec<_>>());
     with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 10 }))
 }
 
-/// What a [`serving`] pod's container runs.
+/// Returns the command of a [`serving`] pod's container.
 pub fn serving_command() -> Vec<String> {
     let (port, control) = (PORT.to_string(), CONTROL.to_string());
     ["/bin/testapp", "serve", "--tcp", &port, "--control", &control].map(str::to_owned).to_vec()
 }
 
-/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure,
-/// and that a busy machine does not fail.
+/// Returns a pod whose test app answers HTTP on [`PORT`], with a liveness probe that fails at the first
+/// failure, but not on a busy machine.
 pub fn answering(name: &str) -> Value {
     let (port, control) = (PORT.to_string(), CONTROL.to_string());
     let pod = pod(name, &["/bin/testapp", "serve", "--http", &port, "--control", &control]);
@@ -48,13 +48,13 @@ pub fn answering(name: &str) -> Value {
     )
 }
 
-/// The pod with a field of its container set.
+/// Returns the pod with a field of its container set.
 pub fn with(mut pod: Value, field: &str, value: Value) -> Value {
     pod["spec"]["containers"][0][field] = value;
     pod
 }
 
-/// The pod with its container's resources: `("250m", "64Mi")`, or nothing for one that is empty.
+/// Returns the pod with resources of its container: `("250m", "64Mi")`, where an empty amount is omitted.
 pub fn with_resources(pod: Value, requests: (&str, &str), limits: (&str, &str)) -> Value {
     let list = |(cpu, memory): (&str, &str)| {
         let named = [("cpu", cpu), ("memory", memory)];

@@ -1,5 +1,5 @@
-//! Whether the kernel's OOM killer had to act because pods together reached their limit: what eviction is
-//! there to prevent.
+//! Detection of the kernel's OOM killer acting because all pods together reached their limit, which eviction
+//! must prevent.
 
 use crate::workdir;
 use anyhow::{Context as _, Result};
@@ -8,33 +8,33 @@ use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// Counts from when it was made. Version 2 counts the processes killed in the cgroup and below it, whichever
-/// limit it was for. On version 1 a kill is counted in the victim's own cgroup alone, which goes with it; so
-/// there what counts is how often the cgroup itself was found without memory, its own limit or one above
-/// being reached.
+/// OOM counter, starting at its creation. Version 2 counts the processes killed in the cgroup and below, for
+/// any limit. On version 1 a kill is counted only in the victim's own cgroup, which is removed with it; so
+/// there the counter is the number of times that the cgroup itself ran out of memory, by its own limit or one
+/// above.
 #[derive(Debug)]
 pub enum OomWatch {
     /// By `memory.events`.
     V2 {
         /// The file.
         events: PathBuf,
-        /// What it said at first.
+        /// Initial value.
         before: u64,
     },
     /// By a notification (Documentation/admin-guide/cgroup-v1/memory.rst, "OOM Control").
     V1 {
         /// Its eventfd.
         event: OwnedFd,
-        /// What was read of it so far.
+        /// Sum of the values read so far.
         seen: u64,
     },
 }
 
 impl OomWatch {
-    /// Watches the cgroup whose folder in the memory controller's hierarchy this is.
+    /// Watches the cgroup with this folder in the memory controller's hierarchy.
     ///
     /// # Errors
-    /// The kernel tells nothing of it.
+    /// The kernel does not report OOM kills.
     pub fn start(memory_dir: &Path) -> Result<OomWatch> {
         let events = memory_dir.join("memory.events");
         if events.exists() {
@@ -42,17 +42,17 @@ impl OomWatch {
             return Ok(OomWatch::V2 { events, before });
         }
         let path = memory_dir.join("memory.oom_control");
-        let control = File::open(&path).with_context(|| format!("could not open {}", path.display()))?;
+        let control = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let line = format!("{} {}", event.as_raw_fd(), control.as_raw_fd());
         workdir::write(&memory_dir.join("cgroup.event_control"), line)?;
         Ok(OomWatch::V1 { event, seen: 0 })
     }
 
-    /// The count so far.
+    /// Returns the count so far.
     ///
     /// # Errors
-    /// The cgroup is gone.
+    /// The cgroup has been removed.
     pub fn count(&mut self) -> Result<u64> {
         match self {
             OomWatch::V2 { events, before } => Ok(oom_kills(&workdir::read(events)?).saturating_sub(*before)),
@@ -99,7 +99,7 @@ mod tests {
         workdir::write(&dir.join(limit), (16 << 20).to_string()).unwrap();
         let mut watch = OomWatch::start(&dir).unwrap();
         assert_eq!(watch.count().unwrap(), 0);
-        // The buffer is all touched when it is filled.
+        // The buffer is touched completely when it is filled.
         let script = format!(
             "echo $$ > {}/cgroup.procs; exec dd if=/dev/zero of=/dev/null bs=64M count=1",
             below.display()
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn kills_are_told_from_groups_of_kills() {
+    fn kills_are_distinguished_from_group_kills() {
         assert_eq!(oom_kills("low 0\nhigh 1\nmax 2\noom 3\noom_kill 4\noom_group_kill 5\n"), 4);
     }
 }

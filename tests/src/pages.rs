@@ -1,4 +1,4 @@
-//! Pages of metrics, read by a parser that nobody here wrote: Prometheus' own for Python.
+//! Parser for pages of metrics, independent of this repository: Prometheus' own for Python.
 
 use anyhow::{Context as _, Result, bail};
 use std::io::Write as _;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use crate::requires::python_with;
 
-/// Prints the families; the first argument says in which format they are.
+/// Prints the families; the first argument is the format.
 const SCRIPT: &str = "
 import sys
 from prometheus_client import parser
@@ -16,7 +16,7 @@ for family in parse(sys.stdin.read()):
     print(family.name, family.type, len(family.samples))
 ";
 
-/// The pages, and the formats that each can have.
+/// Pages, with the formats of each.
 pub const PAGES: [(&str, &[Format]); 5] = [
     ("/metrics", &[Format::Text, Format::OpenMetrics]),
     ("/metrics/probes", &[Format::Text, Format::OpenMetrics]),
@@ -25,17 +25,17 @@ pub const PAGES: [(&str, &[Format]); 5] = [
     ("/metrics/slis", &[Format::Text]),
 ];
 
-/// A format of metrics.
+/// Format of metrics.
 #[derive(Clone, Copy, Debug)]
 pub enum Format {
-    /// What a client gets that asks for nothing else.
+    /// Format by default.
     Text,
-    /// What it gets if it says that it takes it.
+    /// Format for a client that accepts it.
     OpenMetrics,
 }
 
 impl Format {
-    /// The `Accept` header that gets it.
+    /// Returns the `Accept` header for the format.
     #[must_use]
     pub fn accept(self) -> &'static str {
         match self {
@@ -52,8 +52,8 @@ impl Format {
     }
 }
 
-/// The families that the parser finds on a page: a line for each family, with its type and the number of its
-/// samples. An error is what it does not take.
+/// Returns the families that the parser finds on a page: a line per family, with its type and number of
+/// samples. The error contains the parser's message.
 pub fn families(page: &str, format: Format) -> Result<Vec<String>> {
     let python = python_with("prometheus_client", None).context("no Python has prometheus_client")?;
     let mut child = Command::new(python)
@@ -62,7 +62,7 @@ pub fn families(page: &str, format: Format) -> Result<Vec<String>> {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
-    // It reads all before it prints anything.
+    // The script reads everything before it prints.
     child.stdin.take().context("no standard input")?.write_all(page.as_bytes())?;
     let output = child.wait_with_output()?;
     if !output.status.success() {

@@ -1,4 +1,4 @@
-//! The pods as a client of the agent's API sees them.
+//! Pods as seen by a client of the agent's API.
 
 use crate::workdir::{interrupted, stretched};
 use anyhow::{Context as _, Result, bail};
@@ -11,39 +11,39 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tonic::Streaming;
 
-/// One pod, as the last event about it said.
+/// Pod, as of the last event about it.
 #[derive(Debug, Clone)]
 pub struct PodView {
-    /// The pod with its status.
+    /// Pod with its status.
     pub pod: Pod,
-    /// The last readiness change that a kernel event caused.
+    /// Last readiness change that a kernel event caused.
     pub edge: Option<ReadinessEdge>,
 }
 
 impl PodView {
-    /// Namespace and name.
+    /// Returns namespace and name.
     pub fn name(&self) -> String {
         let metadata = &self.pod.metadata;
         let namespace = metadata.namespace.as_deref().unwrap_or("default");
         format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
     }
 
-    /// `metadata.uid`, or nothing.
+    /// Returns `metadata.uid`, or an empty text.
     pub fn uid(&self) -> &str {
         self.pod.metadata.uid.as_deref().unwrap_or_default()
     }
 
-    /// `status.phase`, or nothing.
+    /// Returns `status.phase`, or an empty text.
     pub fn phase(&self) -> &str {
         self.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or_default()
     }
 
-    /// `status.qosClass`, or nothing.
+    /// Returns `status.qosClass`, or an empty text.
     pub fn qos(&self) -> &str {
         self.pod.status.as_ref().and_then(|status| status.qos_class.as_deref()).unwrap_or_default()
     }
 
-    /// `status.podIP`, once there is one.
+    /// Returns `status.podIP`, if it is set.
     pub fn ip(&self) -> Option<&str> {
         self.pod.status.as_ref()?.pod_ip.as_deref().filter(|ip| !ip.is_empty())
     }
@@ -61,68 +61,68 @@ impl PodView {
         self.condition("Ready")
     }
 
-    /// The statuses of its containers, without init containers.
+    /// Returns the statuses of its containers, without init containers.
     pub fn containers(&self) -> &[ContainerStatus] {
         let statuses = self.pod.status.as_ref().and_then(|status| status.container_statuses.as_deref());
         statuses.unwrap_or_default()
     }
 
-    /// The status of the container of this name.
+    /// Returns the status of the container of this name.
     pub fn container(&self, name: &str) -> Option<&ContainerStatus> {
         self.containers().iter().find(|container| container.name == name)
     }
 
-    /// Restarts, summed over its containers.
+    /// Returns the sum of its containers' restarts.
     pub fn restarts(&self) -> i32 {
         self.containers().iter().map(|container| container.restart_count).sum()
     }
 }
 
-/// The pods from a first listing on, kept up to date by events.
+/// Pods since the first listing, kept up to date by events.
 #[derive(Debug)]
 pub struct Watch {
     events: Streaming<PodEvent>,
-    /// The pods by `namespace/name`.
+    /// Pods by `namespace/name`.
     pub pods: BTreeMap<String, PodView>,
-    /// The manifests that became no pod.
+    /// Rejected manifests.
     pub rejected: Vec<RejectedManifest>,
 }
 
 impl Watch {
-    /// Connects to the agent's socket; when it comes back, [`Watch::pods`] is everything that there is now.
+    /// Connects to the agent's socket; on return, [`Watch::pods`] has all current pods.
     pub async fn start(socket: &Path) -> Result<Watch> {
         let mut client = NodeClient::new(crate::containerd::connect(socket).await?);
         let events =
-            client.watch_pods(WatchPodsRequest {}).await.context("could not watch the pods")?.into_inner();
+            client.watch_pods(WatchPodsRequest {}).await.context("cannot watch the pods")?.into_inner();
         let mut watch = Watch { events, pods: BTreeMap::new(), rejected: Vec::new() };
         while watch.next().await? != Type::Synced {}
         Ok(watch)
     }
 
-    /// Waits for the next event, applies it, and says what it was.
+    /// Waits for the next event, applies it, and returns its type.
     pub async fn next(&mut self) -> Result<Type> {
         let event = self.events.message().await.context("the agent's event stream broke")?;
         let event = event.context("the agent ended its event stream")?;
         let kind = event.r#type();
         match kind {
             Type::Added | Type::Modified => {
-                let view = decode(event.pod.context("an event without its pod")?)?;
+                let view = decode(event.pod.context("the event has no pod")?)?;
                 self.pods.insert(view.name(), view);
             }
             Type::Deleted => {
-                let pod = event.pod.context("an event without its pod")?;
+                let pod = event.pod.context("the event has no pod")?;
                 self.pods.remove(&format!("{}/{}", pod.namespace, pod.name));
             }
             Type::Rejected => self.rejected = event.rejected,
             Type::Synced => self.rejected.extend(event.rejected),
             Type::Notice => {}
-            Type::Unspecified => bail!("the agent sent an event of no type"),
+            Type::Unspecified => bail!("the agent sent an event without a type"),
         }
         Ok(kind)
     }
 
-    /// Waits until `found` finds something in the pods, at most for the `patience`, [`stretched`]. The error
-    /// says what was waited for and how the pods were last.
+    /// Waits until `found` returns a value, at most for `patience`, [`stretched`]. The error contains `what`
+    /// and the last state of the pods.
     pub async fn until<T>(
         &mut self,
         what: &str,
@@ -135,28 +135,28 @@ impl Watch {
             if let Some(value) = found(self) {
                 return Ok(value);
             }
-            // Woken now and then to see whether a signal has come. A cancelled wait loses no event.
+            // Wakes up regularly to check for signals. A cancelled wait loses no event.
             let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_millis(200));
             match tokio::time::timeout(left, self.next()).await {
                 Ok(event) => event.map(drop)?,
                 Err(_) if interrupted() => bail!("interrupted"),
                 Err(_) if Instant::now() < deadline => (),
                 Err(_) => {
-                    bail!("waited {} s for {what}; now it is so: {}", patience.as_secs(), self.describe())
+                    bail!("waited {} s for {what}; last state: {}", patience.as_secs(), self.describe())
                 }
             }
         }
     }
 
-    /// The pod whose manifest has this name: from a folder, where the agent adds the node's name to it, or
-    /// from an API server.
+    /// Returns the pod of this manifest: from a folder, where the agent appends the node's name, or from an
+    /// API server.
     pub fn pod(&self, manifest: &str) -> Option<&PodView> {
         let prefix = format!("{manifest}-");
         let is_it = |name: &str| name == manifest || name.starts_with(&prefix);
         self.pods.values().find(|view| view.pod.metadata.name.as_deref().is_some_and(is_it))
     }
 
-    /// All pods in a line each, for error messages.
+    /// Formats all pods, one per line, for error messages.
     pub fn describe(&self) -> String {
         let mut text = String::new();
         for (name, view) in &self.pods {
@@ -188,7 +188,7 @@ impl Watch {
     }
 }
 
-/// A pod of the wire as what it means.
+/// Decodes a pod of the API.
 pub fn decode(pod: beelet_proto::beelet::Pod) -> Result<PodView> {
     let parsed = serde_json::from_slice(&pod.json);
     let parsed =

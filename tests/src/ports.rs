@@ -1,20 +1,20 @@
-//! Ports for servers that a test starts: numbers must be in their configuration before they listen.
+//! Ports for servers of a test, whose numbers must be in their configuration before they listen.
 
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Result, bail};
 
-/// Ports that no outgoing connection gets by itself: `net.ipv4.ip_local_port_range` begins at 32,768.
+/// Range of ports not used for outgoing connections: `net.ipv4.ip_local_port_range` begins at 32,768.
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 12_000;
-/// Tests that run side by side are processes with neighbouring numbers. Each begins that far from the next.
+/// Distance between the first ports of concurrent tests, which are processes with neighbouring ids.
 const APART: u32 = 97;
 
-/// Ports of loopback that nobody had a moment ago, and that nobody else who asks here gets in the next.
+/// Returns ports of loopback that are free, and that are not returned to another caller for a while.
 ///
 /// # Errors
-/// There are none.
+/// All ports are in use.
 pub fn free<const N: usize>() -> Result<[u16; N]> {
     static ASKED: AtomicU32 = AtomicU32::new(0);
     let mut ports = [0; N];
@@ -22,7 +22,7 @@ pub fn free<const N: usize>() -> Result<[u16; N]> {
         let mut tries = 0..COUNT;
         *port = loop {
             if tries.next().is_none() {
-                bail!("none of the ports from {FIRST} on is free, of {COUNT}");
+                bail!("all {COUNT} ports from {FIRST} on are in use");
             }
             let nth =
                 std::process::id().wrapping_mul(APART).wrapping_add(ASKED.fetch_add(1, Ordering::Relaxed));

@@ -1,5 +1,5 @@
-//! A private container registry on loopback: one image, for who knows the name and the password. Just what
-//! the OCI distribution specification asks for of a pull.
+//! Private container registry on loopback with one image, protected by name and password. Implements the part
+//! of the OCI distribution specification that a pull needs.
 
 use crate::images::ImageTar;
 use anyhow::{Context as _, Result};
@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
-/// The files of the image's layout, the digest of its manifest, and what `Authorization` must say.
+/// Files of the image's layout, the digest of its manifest, and the expected `Authorization` header.
 #[derive(Debug)]
 struct Content {
     blobs: HashMap<String, Bytes>,
@@ -26,7 +26,7 @@ struct Content {
     authorization: String,
 }
 
-/// A running registry. Dropped, it ends.
+/// Running registry. Dropping it stops it.
 #[derive(Debug)]
 pub struct Registry {
     host: String,
@@ -34,10 +34,10 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Starts it with this image, which it has under any name.
+    /// Starts a registry with this image, available under any name.
     ///
     /// # Errors
-    /// The image's file can't be read, or no port is free.
+    /// The image's file cannot be read, or no port is free.
     pub fn start(image: &ImageTar, user: &str, password: &str) -> Result<Registry> {
         let content = Arc::new(content(image, user, password)?);
         let listener = std::net::TcpListener::bind("127.0.0.1:0").context("no port is free")?;
@@ -66,15 +66,15 @@ impl Registry {
         Ok(Registry { host, _stop: stop })
     }
 
-    /// Its name in an image's reference: address and port.
+    /// Returns its host in an image's reference: address and port.
     pub fn host(&self) -> &str {
         &self.host
     }
 }
 
 fn content(image: &ImageTar, user: &str, password: &str) -> Result<Content> {
-    let file = std::fs::File::open(&image.path)
-        .with_context(|| format!("could not open {}", image.path.display()))?;
+    let file =
+        std::fs::File::open(&image.path).with_context(|| format!("cannot open {}", image.path.display()))?;
     let (mut blobs, mut index) = (HashMap::new(), serde_json::Value::Null);
     for entry in tar::Archive::new(file).entries()? {
         let mut entry = entry?;
@@ -87,16 +87,15 @@ fn content(image: &ImageTar, user: &str, password: &str) -> Result<Content> {
             blobs.insert(format!("sha256:{hex}"), Bytes::from(bytes));
         }
     }
-    let manifest =
-        index["manifests"][0]["digest"].as_str().context("an image without a manifest")?.to_owned();
+    let manifest = index["manifests"][0]["digest"].as_str().context("the image has no manifest")?.to_owned();
     let authorization = format!("Basic {}", STANDARD.encode(format!("{user}:{password}")));
     Ok(Content { blobs, manifest, authorization })
 }
 
 impl Content {
     fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-        let said = request.headers().get(header::AUTHORIZATION).map(header::HeaderValue::as_bytes);
-        if said != Some(self.authorization.as_bytes()) {
+        let sent = request.headers().get(header::AUTHORIZATION).map(header::HeaderValue::as_bytes);
+        if sent != Some(self.authorization.as_bytes()) {
             let challenge = (header::WWW_AUTHENTICATE, "Basic realm=\"private\"");
             return with(StatusCode::UNAUTHORIZED, [challenge], Bytes::new());
         }

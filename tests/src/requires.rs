@@ -1,22 +1,22 @@
-//! What a test needs from the machine, checked before it starts.
+//! Requirements of tests, checked before they start.
 //!
-//! A test that can't run here must not pass in silence: [`require!`](crate::require) prints why, and writes
-//! it down for `cargo xtask test` to show at the end.
+//! A test that cannot run must not pass silently: [`require!`](crate::require) prints the reason, and records
+//! it for `cargo xtask test` to show at the end.
 
 use crate::containerd;
 use std::path::{Path, PathBuf};
 
 pub use beelet_tests_base::requires::{Missing, find_program, kube_apiserver, leave_out, missing, skip};
 
-/// The test changes the machine: cgroups, network namespaces, mounts.
+/// Checks for root, for tests that change the machine: cgroups, network namespaces, mounts.
 pub fn root() -> Result<(), Missing> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(missing("it needs root", "run the tests as root"))
+    Err(missing("root is required", "run the tests as root"))
 }
 
-/// The test loads BPF programs: the capabilities for it, a cgroup2 hierarchy to attach to, the kernel's BTF.
+/// Checks the requirements of BPF programs: capabilities, a cgroup2 hierarchy to attach to, the kernel's BTF.
 pub fn bpf() -> Result<(), Missing> {
     const CAP_SYS_ADMIN: u64 = 1 << 21;
     const CAP_BPF: u64 = 1 << 39;
@@ -28,8 +28,8 @@ pub fn bpf() -> Result<(), Missing> {
         .unwrap_or(0);
     if effective & (CAP_SYS_ADMIN | CAP_BPF) == 0 {
         return Err(missing(
-            "it needs CAP_BPF",
-            "run it in a container or shell that has CAP_BPF or CAP_SYS_ADMIN",
+            "CAP_BPF is required",
+            "run the test in a container or shell that has CAP_BPF or CAP_SYS_ADMIN",
         ));
     }
     if !Path::new("/sys/kernel/btf/vmlinux").exists() {
@@ -44,7 +44,8 @@ pub fn bpf() -> Result<(), Missing> {
     Ok(())
 }
 
-/// The test runs real pods: root, containerd with its `ctr`, runc, the CNI plugins, a static busybox, `ip`.
+/// Checks the requirements of real pods: root, containerd with its `ctr`, runc, the CNI plugins, a static
+/// busybox, `ip`.
 pub fn containerd() -> Result<(), Missing> {
     root()?;
     let setup = "cargo xtask setup --for test";
@@ -67,7 +68,7 @@ pub fn containerd() -> Result<(), Missing> {
     Ok(())
 }
 
-/// The test has a bus of its own, and on it a logind that does as it is told.
+/// Checks for dbus-daemon, for tests with a private bus and a scripted logind.
 pub fn dbus_daemon() -> Result<(), Missing> {
     match find_program("dbus-daemon") {
         Some(_) => Ok(()),
@@ -75,23 +76,23 @@ pub fn dbus_daemon() -> Result<(), Missing> {
     }
 }
 
-/// The test asks a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
+/// Checks for a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
 pub fn apiserver() -> Result<(), Missing> {
     kube_apiserver()?;
     crate::cluster::etcd().map(drop)
 }
 
-/// The test asks an API server for ClusterTrustBundles.
+/// Checks for an API server with ClusterTrustBundles.
 pub fn trust_bundles() -> Result<(), Missing> {
     apiserver_of(crate::cluster::TRUST_BUNDLES, "trust bundles")
 }
 
-/// The test asks an API server for ResourceClaims.
+/// Checks for an API server with ResourceClaims.
 pub fn resource_claims() -> Result<(), Missing> {
     apiserver_of(crate::cluster::RESOURCE_CLAIMS, "resource claims")
 }
 
-/// An API server of at least this minor version.
+/// Checks for an API server of at least this minor version.
 fn apiserver_of(least: u32, what: &str) -> Result<(), Missing> {
     apiserver()?;
     let remedy = "name a newer kube-apiserver in KUBE_APISERVER";
@@ -102,7 +103,7 @@ fn apiserver_of(least: u32, what: &str) -> Result<(), Missing> {
     }
 }
 
-/// A program of others that tests start: the one that the variable names, or the machine's.
+/// Third-party program that tests start: the one that the variable names, or the machine's.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
     variable: &'static str,
@@ -111,18 +112,18 @@ pub struct Program {
 
 /// Kubernetes' own client.
 pub const KUBECTL: Program = Program { variable: "KUBECTL", name: "kubectl" };
-/// Prometheus' own checks of pages and rules.
+/// Prometheus' own checker of pages and rules.
 pub const PROMTOOL: Program = Program { variable: "PROMTOOL", name: "promtool" };
-/// Prometheus, which watches a node.
+/// Prometheus, as a consumer of a node's metrics.
 pub const PROMETHEUS: Program = Program { variable: "PROMETHEUS", name: "prometheus" };
-/// metrics-server, which watches a node.
+/// metrics-server, as a consumer of a node's metrics.
 pub const METRICS_SERVER: Program = Program { variable: "METRICS_SERVER", name: "metrics-server" };
 
 impl Program {
-    /// Its path.
+    /// Returns its path.
     ///
     /// # Errors
-    /// There is none.
+    /// The program is not installed.
     pub fn given(&self) -> Result<PathBuf, Missing> {
         let Program { variable, name } = self;
         let remedy = format!("give the path of a {name} in {variable}");
@@ -131,47 +132,53 @@ impl Program {
             Some(path) => {
                 Err(missing(format!("{variable} names {}, which is not a file", path.display()), remedy))
             }
-            None => find_program(name).ok_or_else(|| missing(format!("there is no {name}"), remedy)),
+            None => find_program(name).ok_or_else(|| missing(format!("{name} is not installed"), remedy)),
         }
     }
 }
 
-/// The test asks an API server by kubectl.
+/// Checks for kubectl.
 pub fn kubectl() -> Result<(), Missing> {
     KUBECTL.given().map(drop)
 }
 
-/// The test has pages and rules checked by promtool.
+/// Checks for promtool.
 pub fn promtool() -> Result<(), Missing> {
     PROMTOOL.given().map(drop)
 }
 
-/// The test has a node watched by Prometheus.
+/// Checks for Prometheus.
 pub fn prometheus() -> Result<(), Missing> {
     PROMETHEUS.given().map(drop)
 }
 
-/// The test has a node watched by metrics-server.
+/// Checks for metrics-server.
 pub fn metrics_server() -> Result<(), Missing> {
     METRICS_SERVER.given().map(drop)
 }
 
-/// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.
+/// Checks the requirements of host ports: the CNI plugin portmap, and iptables with its nat table.
 pub fn portmap() -> Result<(), Missing> {
     if cni_bin_dir().is_none_or(|dir| !dir.join("portmap").exists()) {
         return Err(missing("the CNI plugin portmap is not installed", "cargo xtask setup --for test"));
     }
     let Some(iptables) = find_program("iptables") else {
-        return Err(missing("iptables is not installed", "install it; the CNI plugin portmap works by it"));
+        return Err(missing(
+            "iptables is not installed",
+            "install iptables, which the CNI plugin portmap uses",
+        ));
     };
     let listed = std::process::Command::new(iptables).args(["-t", "nat", "-S"]).output();
     if listed.is_ok_and(|output| output.status.success()) {
         return Ok(());
     }
-    Err(missing("iptables can't list its nat table", "use a kernel with NAT, and a shell that may change it"))
+    Err(missing(
+        "iptables cannot list its nat table",
+        "use a kernel with NAT, and a shell that may change it",
+    ))
 }
 
-/// The test runs a container by runc alone: root, runc, a static busybox.
+/// Checks the requirements of a container run by runc alone: root, runc, a static busybox.
 pub fn runc() -> Result<(), Missing> {
     root()?;
     if find_program("runc").is_none() {
@@ -183,12 +190,13 @@ pub fn runc() -> Result<(), Missing> {
     Ok(())
 }
 
-/// The test needs what only containerd 2 has: `CONTAINERD` must name one.
+/// Checks for containerd 2, which `CONTAINERD` must name.
 pub fn containerd_2() -> Result<(), Missing> {
     containerd()?;
-    let remedy = "give the path of a containerd 2 binary, its ctr and shim beside it, in CONTAINERD";
+    let remedy =
+        "set CONTAINERD to the path of a containerd 2 binary, with its ctr and shim in the same folder";
     let binary = match containerd::given() {
-        None => return Err(missing("it needs containerd 2", remedy)),
+        None => return Err(missing("containerd 2 is required", remedy)),
         Some(Err(error)) => return Err(missing(format!("{error:#}"), remedy)),
         Some(Ok(binary)) => binary,
     };
@@ -199,7 +207,7 @@ pub fn containerd_2() -> Result<(), Missing> {
     }
 }
 
-/// The test writes a running container's state into an archive: CRIU, for this kernel.
+/// Checks for CRIU on this kernel, for tests that checkpoint a running container.
 pub fn criu() -> Result<(), Missing> {
     let Some(criu) = find_program("criu") else {
         return Err(missing("criu is not installed", "install CRIU, or put it into PATH"));
@@ -209,32 +217,33 @@ pub fn criu() -> Result<(), Missing> {
         Ok(checked) => {
             let why = String::from_utf8_lossy(&checked.stderr);
             let why = why.lines().next().unwrap_or("criu check failed");
-            Err(missing(format!("criu can't work on this kernel: {why}"), "put a newer CRIU into PATH"))
+            Err(missing(format!("criu does not work on this kernel: {why}"), "put a newer CRIU into PATH"))
         }
-        Err(error) => Err(missing(format!("criu can't be run: {error}"), "put another CRIU into PATH")),
+        Err(error) => Err(missing(format!("cannot run criu: {error}"), "put another CRIU into PATH")),
     }
 }
 
-/// The test runs a device plugin that nobody here wrote: `DEVICE_PLUGIN` must name one, and how to start it.
+/// Checks for a third-party device plugin, which `DEVICE_PLUGIN` must name.
 pub fn device_plugin() -> Result<(), Missing> {
     match given_device_plugin() {
         Some(path) if path.is_file() => Ok(()),
-        Some(path) => {
-            Err(missing(format!("DEVICE_PLUGIN names {}, which is not a file", path.display()), "name one"))
-        }
+        Some(path) => Err(missing(
+            format!("DEVICE_PLUGIN names {}, which is not a file", path.display()),
+            "set DEVICE_PLUGIN to a device plugin",
+        )),
         None => Err(missing(
-            "it needs a device plugin written in Go",
-            "give the path of Kubernetes' sample-device-plugin in DEVICE_PLUGIN",
+            "a device plugin written in Go is required",
+            "set DEVICE_PLUGIN to the path of Kubernetes' sample-device-plugin",
         )),
     }
 }
 
-/// The program that `DEVICE_PLUGIN` names.
+/// Returns the program that `DEVICE_PLUGIN` names.
 pub fn given_device_plugin() -> Option<PathBuf> {
     std::env::var_os("DEVICE_PLUGIN").filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// The test runs a device plugin on Python's gRPC.
+/// Checks for Python's gRPC, for tests of a device plugin on it.
 pub fn python_grpc() -> Result<(), Missing> {
     if python_with_grpc().is_some() {
         return Ok(());
@@ -245,7 +254,7 @@ pub fn python_grpc() -> Result<(), Missing> {
     ))
 }
 
-/// The test reads pages of metrics with Prometheus' own Python parser.
+/// Checks for Prometheus' own Python parser of metrics.
 pub fn python_prometheus() -> Result<(), Missing> {
     if python_with("prometheus_client", None).is_some() {
         return Ok(());
@@ -253,13 +262,13 @@ pub fn python_prometheus() -> Result<(), Missing> {
     Err(missing("no Python has prometheus_client", "cargo xtask setup --for test"))
 }
 
-/// A Python that has grpcio: the one that `PYTHON_GRPC` names (of a virtual environment, say), or the
+/// Returns a Python that has grpcio: the one that `PYTHON_GRPC` names (e.g. of a virtual environment), or the
 /// machine's.
 pub fn python_with_grpc() -> Option<PathBuf> {
     python_with("grpc", std::env::var_os("PYTHON_GRPC").map(PathBuf::from))
 }
 
-/// A Python that has a module: the one that was named, or one of the machine's.
+/// Returns a Python that has a module: the named one, or one of the machine's.
 pub fn python_with(module: &str, named: Option<PathBuf>) -> Option<PathBuf> {
     let machines = [find_program("python3"), Some(PathBuf::from("/usr/bin/python3"))].into_iter().flatten();
     let has_it = |python: &PathBuf| {
@@ -269,23 +278,26 @@ pub fn python_with(module: &str, named: Option<PathBuf>) -> Option<PathBuf> {
     named.into_iter().chain(machines).find(has_it)
 }
 
-/// The test sees who waits by the kernel's pressure stall information.
+/// Checks for the kernel's pressure stall information.
 pub fn psi() -> Result<(), Missing> {
     if Path::new("/proc/pressure/cpu").exists() {
         return Ok(());
     }
-    Err(missing("the kernel counts no pressure", "boot with psi=1, on a kernel with CONFIG_PSI"))
+    Err(missing(
+        "the kernel has no pressure stall information",
+        "boot with psi=1, on a kernel with CONFIG_PSI",
+    ))
 }
 
-/// The test takes minutes: only with `cargo xtask test --long`.
+/// Checks for `cargo xtask test --long`, for tests that take minutes.
 pub fn long() -> Result<(), Missing> {
     if std::env::var_os("BEELET_LONG").is_some() {
         return Ok(());
     }
-    Err(missing("it takes minutes", "cargo xtask test --long"))
+    Err(missing("the test takes minutes", "cargo xtask test --long"))
 }
 
-/// The test gives the agent a clock of its own, which it steps: libfaketime.
+/// Checks for libfaketime, for tests that step the agent's clock.
 pub fn faketime() -> Result<(), Missing> {
     match faketime_library() {
         Some(_) => Ok(()),
@@ -293,14 +305,14 @@ pub fn faketime() -> Result<(), Missing> {
     }
 }
 
-/// libfaketime for programs with threads, where Debian and upstream install it.
+/// Returns libfaketime for multi-threaded programs, at the paths of Debian and upstream.
 pub fn faketime_library() -> Option<PathBuf> {
     let libs = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
     let folders = libs.chain(["/usr/lib", "/usr/lib64", "/usr/local/lib"].map(PathBuf::from));
     folders.map(|dir| dir.join("faketime/libfaketimeMT.so.1")).find(|path| path.is_file())
 }
 
-/// The test runs a redis: Debian's, whose server lies in the package of its tools.
+/// Checks for redis: Debian's, whose server is in the package of its tools.
 pub fn redis() -> Result<(), Missing> {
     if find_program("redis-cli").is_some() && find_program("redis-check-rdb").is_some() {
         return Ok(());
@@ -308,7 +320,7 @@ pub fn redis() -> Result<(), Missing> {
     Err(missing("redis is not installed", "cargo xtask setup --for test"))
 }
 
-/// The test stops the agent at its system calls: strace, and leave to trace.
+/// Checks for strace and permission to trace, for tests that stop the agent at its system calls.
 pub fn strace() -> Result<(), Missing> {
     root()?;
     let Some(strace) = find_program("strace") else {
@@ -318,10 +330,10 @@ pub fn strace() -> Result<(), Missing> {
     if tried.is_ok_and(|output| output.status.success()) {
         return Ok(());
     }
-    Err(missing("strace can't trace here", "use a container or shell that has CAP_SYS_PTRACE"))
+    Err(missing("strace cannot trace here", "use a container or shell that has CAP_SYS_PTRACE"))
 }
 
-/// The folder of the CNI plugins: Debian's, or the one that upstream's packages use.
+/// Returns the folder of the CNI plugins: Debian's, or that of upstream's packages.
 pub fn cni_bin_dir() -> Option<PathBuf> {
     ["/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"]
         .map(PathBuf::from)
@@ -329,8 +341,8 @@ pub fn cni_bin_dir() -> Option<PathBuf> {
         .find(|dir| dir.is_dir())
 }
 
-/// Returns from the calling test, loudly, where the machine lacks something that it needs:
-/// `require!(root)`, `require!(bpf)`, `require!(containerd, bpf)`, `require!(long)`.
+/// Returns from the calling test, with a message, if the machine lacks a requirement: `require!(root)`,
+/// `require!(bpf)`, `require!(containerd, bpf)`, `require!(long)`.
 #[macro_export]
 macro_rules! require {
     ($($need:ident),+ $(,)?) => {

@@ -1,8 +1,8 @@
-//! What pods can leave behind: on the machine, in the runtime's shims, and in the agent itself. Counted
-//! before and after.
+//! Counts of everything that pods can leave behind on the machine, in the runtime's shims, and in the agent
+//! itself, for comparison before and after.
 
 use crate::agent::Agent;
-use crate::containerd::{Containerd, says_it_is_gone};
+use crate::containerd::{Containerd, is_logged_as_gone};
 use crate::guards;
 use crate::machine;
 use crate::workdir::{PATIENCE, wait_for};
@@ -10,29 +10,29 @@ use anyhow::{Context as _, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// What pods can leave behind on the machine.
+/// Leftovers of pods on the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traces {
     cgroups: Vec<PathBuf>,
     processes: usize,
-    /// Shims and what they started, each with its pod and its container.
+    /// Shims and their child processes, each with its pod and its container.
     shims: Vec<String>,
-    /// Network namespaces are among them: the runtime binds them to files.
+    /// Includes network namespaces, which the runtime binds to files.
     mounts: Vec<PathBuf>,
     interfaces: usize,
-    /// Addresses that the network plugin has given away.
+    /// Addresses assigned by the network plugin.
     leases: usize,
-    /// Of pods that the agent's durable records know.
+    /// Pods in the agent's durable records.
     uids: usize,
-    /// Pods' folders and logs, and the kernel programs' pins.
+    /// Pods' folders and logs, and the pins of kernel programs.
     files: Vec<PathBuf>,
 }
 
 impl Traces {
-    /// All that is there now, of a containerd and the agent on it.
+    /// Returns the current state of a containerd and the agent on it.
     ///
     /// # Errors
-    /// The machine's tables can't be read.
+    /// The machine's tables cannot be read.
     pub fn of(containerd: &Containerd, agent: &Agent) -> Result<Traces> {
         let root = containerd.cgroup();
         let links = guards::ip(&["-o", "link", "show", "master", &containerd.bridge()]).unwrap_or_default();
@@ -57,18 +57,18 @@ impl Traces {
         })
     }
 
-    /// Addresses that are given away, and interfaces that have them.
+    /// Returns the numbers of assigned addresses and of interfaces that have them.
     pub fn network(&self) -> (usize, usize) {
         (self.leases, self.interfaces)
     }
 
-    /// The count of each kind, for a table.
+    /// Returns the count of each kind, for a table.
     pub fn counts(&self) -> [(&'static str, usize); 8] {
         [
             ("cgroups", self.cgroups.len()),
             ("processes", self.processes),
-            ("shims and theirs", self.shims.len()),
-            ("mounts (network namespaces too)", self.mounts.len()),
+            ("shims and their children", self.shims.len()),
+            ("mounts (with network namespaces)", self.mounts.len()),
             ("interfaces", self.interfaces),
             ("addresses", self.leases),
             ("records of pods", self.uids),
@@ -76,39 +76,39 @@ impl Traces {
         ]
     }
 
-    /// Waits until all is as it was: some goes a moment after the pods, by the runtime's own cleaning up.
+    /// Waits until the state equals this one: the runtime's cleanup may follow the pods a moment later.
     ///
     /// # Errors
-    /// Something stays. The error says what is there that wasn't, or the other way round.
+    /// A difference remains. The error lists what is new and what is missing.
     pub fn wait_as_before(&self, containerd: &Containerd, agent: &Agent) -> Result<()> {
-        wait_for("all to be as before", PATIENCE, || -> Result<()> {
+        wait_for("the machine to be as before", PATIENCE, || -> Result<()> {
             let now = Traces::of(containerd, agent)?;
-            let told: Vec<String> = self
+            let differences: Vec<String> = self
                 .difference(&now)
                 .into_iter()
                 .map(|line| format!("{line}{}", containerd.whose(&line)))
                 .collect();
-            if told.is_empty() { Ok(()) } else { anyhow::bail!("{}", told.join("\n")) }
+            if differences.is_empty() { Ok(()) } else { anyhow::bail!("{}", differences.join("\n")) }
         })
     }
 
-    /// Takes out what the runtime itself has lost: shims and mounts of containers that it says are gone. It
-    /// keeps nothing by which an agent could ask for their removal.
-    pub fn take_lost(&mut self, containerd: &Containerd) -> Vec<String> {
+    /// Removes what the runtime itself has lost: shims and mounts of containers that it reports as removed. The
+    /// runtime then has no record by which an agent could request their removal.
+    pub fn remove_lost(&mut self, containerd: &Containerd) -> Vec<String> {
         let log = containerd.log();
-        let is_gone = |text: &str| says_it_is_gone(&log, text);
+        let is_gone = |text: &str| is_logged_as_gone(&log, text);
         let mut lost: Vec<String> = self.shims.extract_if(.., |shim| is_gone(shim)).collect();
         let mounts = self.mounts.extract_if(.., |mount| is_gone(&mount.to_string_lossy()));
         lost.extend(mounts.map(|mount| mount.display().to_string()));
         lost
     }
 
-    /// What `now` has more and less, a line each.
+    /// Returns what `now` has more and less, one per line.
     pub fn difference(&self, now: &Traces) -> Vec<String> {
-        let mut told = Vec::new();
+        let mut lines = Vec::new();
         for ((what, before), (_, after)) in self.counts().into_iter().zip(now.counts()) {
             if before != after {
-                told.push(format!("{what}: {before} before, {after} now"));
+                lines.push(format!("{what}: {before} before, {after} now"));
             }
         }
         let lists = [
@@ -117,24 +117,24 @@ impl Traces {
             ("file", &self.files, &now.files),
         ];
         for (what, before, after) in lists {
-            told.extend(
+            lines.extend(
                 after.iter().filter(|one| !before.contains(one)).map(|one| format!("new {what} {one:?}")),
             );
-            told.extend(
+            lines.extend(
                 before.iter().filter(|one| !after.contains(one)).map(|one| format!("lost {what} {one:?}")),
             );
         }
-        // Another one in an old one's place is no trace.
+        // A new shim in place of an old one is not a leftover.
         if now.shims.len() > self.shims.len() {
             let shims = now.shims.iter().filter(|shim| !self.shims.contains(shim));
-            told.extend(shims.map(|shim| format!("new shim {shim}")));
+            lines.extend(shims.map(|shim| format!("new shim {shim}")));
         }
-        told.truncate(200);
-        told
+        lines.truncate(200);
+        lines
     }
 }
 
-/// Everything below a folder.
+/// Returns everything below a folder.
 fn entries(dir: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -146,26 +146,26 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// What the agent itself holds.
+/// Resources that the agent itself holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
-    /// How many descriptors it has of each open file, but those of cgroups that are there: what was measured
-    /// once is kept open for the next time. Sockets and pipes are counted by their kind.
+    /// Number of descriptors per open file, except files of existing cgroups, which the agent keeps open
+    /// after the first measurement. Sockets and pipes are counted by kind.
     open: BTreeMap<String, usize>,
     /// Resident memory in KiB.
     pub resident: u64,
 }
 
 impl Held {
-    /// The files and the memory that it holds now.
+    /// Returns the files and the memory that the agent holds now.
     ///
     /// # Errors
-    /// It does not run.
+    /// The agent is not running.
     pub fn by(agent: &Agent) -> Result<Held> {
-        let pid = agent.pid().context("the agent does not run")?;
+        let pid = agent.pid().context("the agent is not running")?;
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).context("the agent has ended")?;
         let mut open = BTreeMap::new();
-        // One that is closed meanwhile has no link any more.
+        // A descriptor closed in the meantime has no link.
         for path in descriptors.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()) {
             if !is_measured(&path) {
                 let name = path.to_string_lossy();
@@ -177,22 +177,22 @@ impl Held {
         Ok(Held { open, resident: machine::resident_kib(pid)? })
     }
 
-    /// Number of open files.
+    /// Returns the number of open files.
     pub fn files(&self) -> usize {
         self.open.values().sum()
     }
 
-    /// The files of which more are open `later`, with the numbers, for a message.
+    /// Returns the files of which more are open `later`, with the numbers, for a message.
     pub fn opened(&self, later: &Held) -> String {
         let before = |name: &String| self.open.get(name).copied().unwrap_or_default();
         let more = later.open.iter().filter(|(name, count)| **count > before(name));
-        let told: Vec<String> =
+        let lines: Vec<String> =
             more.map(|(name, count)| format!("{name}: {} before, {count} now", before(name))).collect();
-        told.join("; ")
+        lines.join("; ")
     }
 }
 
-/// Returns true if an open file is that of a cgroup that still is there.
+/// Returns true if an open file belongs to an existing cgroup.
 fn is_measured(path: &Path) -> bool {
     path.starts_with("/sys/fs/cgroup") && path.exists()
 }

@@ -18,42 +18,48 @@ const KERNEL: &str = "no package changes the running kernel; cargo xtask vm boot
 const NO_PACKAGE: &str = "the distribution has no package of it: its path must be given";
 
 const ALLOWED: &[Allowed] = &[
-    allowed("it takes minutes (", BY_CHOICE),
+    allowed("the test takes minutes (", BY_CHOICE),
     allowed("kills fitted into", BY_CHOICE),
     allowed("the memory controller is version 1's", ONE_VERSION),
     allowed("the memory controller is version 2's", ONE_VERSION),
     allowed("cgroup version 1 has no memory.", ONE_VERSION),
     allowed("cgroup version 2 has no such rule", ONE_VERSION),
-    allowed("this kernel lets everybody have a window of a second", KERNEL),
-    allowed("no cgroup2 counts stalls", KERNEL),
-    allowed("the kernel counts no pressure", KERNEL),
+    allowed("this kernel allows a window of a second without the capability", KERNEL),
+    allowed("no cgroup2 hierarchy counts stalls", KERNEL),
+    allowed("the kernel has no pressure stall information", KERNEL),
     allowed("the kernel has no cpu.idle", KERNEL),
     allowed("the kernel has no null_blk device", KERNEL),
     allowed("the kernel has no /proc/PID/schedstat", KERNEL),
-    allowed("the kernel counts nothing by project", KERNEL),
+    allowed("the kernel does not count usage by project", KERNEL),
     allowed("this kernel has no sched_ext", KERNEL),
     allowed("a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA", KERNEL),
     allowed("(modprobe tcp_diag)", KERNEL),
     allowed("(modprobe veth, or a kernel built with CONFIG_VETH)", KERNEL),
-    allowed("iptables can't list its nat table", KERNEL),
-    allowed("it needs containerd 2 (", NO_PACKAGE),
-    allowed("no kubelet is given", NO_PACKAGE),
-    allowed("no kube-apiserver is given", NO_PACKAGE),
-    allowed("there is no kubectl", NO_PACKAGE),
+    allowed("iptables cannot list its nat table", KERNEL),
+    allowed("containerd 2 is required (", NO_PACKAGE),
+    allowed("KUBELET is not set", NO_PACKAGE),
+    allowed("KUBE_APISERVER is not set", NO_PACKAGE),
+    allowed("kubectl is not installed", NO_PACKAGE),
     allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
     allowed("trust bundles need an API server of 1.33", NO_PACKAGE),
     allowed("resource claims need an API server of 1.34", NO_PACKAGE),
     allowed(
-        "criu can't work on this kernel",
+        "criu does not work on this kernel",
         "the distribution's CRIU is older than the kernel that CI happens to have",
     ),
     allowed("criu is not installed", "not every release of the distribution has a package of it"),
-    allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
-    allowed("there is no prometheus", "its package brings a server that starts at once; .ci/run unpacks it"),
-    allowed("there is no metrics-server", NO_PACKAGE),
-    allowed("it needs a device plugin written in Go", NO_PACKAGE),
     allowed(
-        "there is no Python with grpcio-tools",
+        "promtool is not installed",
+        "its package brings a server that starts at once; .ci/run unpacks it",
+    ),
+    allowed(
+        "prometheus is not installed",
+        "its package brings a server that starts at once; .ci/run unpacks it",
+    ),
+    allowed("metrics-server is not installed", NO_PACKAGE),
+    allowed("a device plugin written in Go is required", NO_PACKAGE),
+    allowed(
+        "Python has no grpcio-tools",
         "the distribution's is too old for optional fields; .ci/run asks pip",
     ),
     allowed(
@@ -78,14 +84,14 @@ mod tests {
             let reason = missing(what, remedy).to_string();
             assert_eq!(why(&reason).is_some(), expected, "{reason}");
         };
-        check("it takes minutes", "cargo xtask test --long", true);
-        check("the kernel counts no pressure", "boot it with psi=1", true);
-        check("it needs containerd 2", "give the path of a containerd 2 binary", true);
+        check("the test takes minutes", "cargo xtask test --long", true);
+        check("the kernel has no pressure stall information", "boot it with psi=1", true);
+        check("containerd 2 is required", "give the path of a containerd 2 binary", true);
         check("CONTAINERD names a containerd 1.6", "give the path of a containerd 2 binary", false);
-        check("it needs root", "run the tests as root", false);
+        check("root is required", "run the tests as root", false);
         check("containerd is not installed", "cargo xtask setup --for test", false);
         check("bpftool is not installed", "apt-get install bpftool", false);
-        check("no Python has grpcio", "cargo xtask setup --for test", false);
+        check("Python has no grpcio", "cargo xtask setup --for test", false);
         check("the kernel has no BTF", "use a kernel built with CONFIG_DEBUG_INFO_BTF", false);
         check("DEVICE_PLUGIN names /x, which is not a file", "name one", false);
     }

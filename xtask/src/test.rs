@@ -226,13 +226,13 @@ mod tests {
             assert_eq!(said.is_some(), expected.is_some(), "{said:?}");
             assert!(said.unwrap_or_default().contains(expected.unwrap_or_default()));
         };
-        let long = "SKIPPED a: it takes minutes (cargo xtask test --long)\n";
+        let long = "SKIPPED a: the test takes minutes (cargo xtask test --long)\n";
         check("", &[], None);
         check(long, &[], None);
         check(
-            &format!("{long}SKIPPED b: it needs root (run the tests as root)\n"),
+            &format!("{long}SKIPPED b: root is required (run the tests as root)\n"),
             &[],
-            Some("it needs root"),
+            Some("root is required"),
         );
         check(long, &["the libbpf loader: headers are missing"], Some("libbpf"));
         assert!(reasons("nonsense\n").is_err());

@@ -1,22 +1,20 @@
-//! What a container may do to the node that runs it. Each word below is one way; `tests/tests/e2e/hostile`
-//! runs them all.
+//! Attacks of a container on its node, one per word; `tests/tests/e2e/hostile` runs them all.
 //!
-//! - `hurt names DIR` fills DIR with files, folders and links of every awkward name, and gives `DIR/sub` and
-//!   `DIR/file`, where they are, names that are not UTF-8.
-//! - `hurt processes` becomes the parent of processes whose names and arguments are like that.
-//! - `hurt cgroups` makes cgroups of such names below its own, with a process in each, and some fifty levels
-//!   deep.
-//! - `hurt deep DIR LEVELS` makes folders in each other; `hurt many DIR COUNT` makes empty files, most of
-//!   them in one folder.
-//! - `hurt plant KIND PATH …` puts something in the place of what is at each PATH: `fifo`, `socket`,
-//!   `folder`, `link=TARGET`.
-//! - `hurt bomb` starts itself again and again; so does each of those.
-//! - `hurt listeners COUNT` opens and closes so many listeners, and then as many at once as it may have.
-//! - `hurt shout BYTES` writes one line without an end: zeroes, halves of characters, escape sequences.
+//! - `hurt names DIR` fills DIR with files, folders and links of every awkward name, and renames `DIR/sub`
+//!   and `DIR/file`, if they exist, to names that are not UTF-8.
+//! - `hurt processes` starts child processes with such names and arguments.
+//! - `hurt cgroups` creates cgroups of such names below its own, with a process in each, and 50 nested
+//!   cgroups.
+//! - `hurt deep DIR LEVELS` creates nested folders; `hurt many DIR COUNT` creates empty files, most of them in
+//!   one folder.
+//! - `hurt plant KIND PATH …` replaces the file at each PATH: `fifo`, `socket`, `folder`, `link=TARGET`.
+//! - `hurt bomb` starts itself again and again, recursively.
+//! - `hurt listeners COUNT` opens and closes COUNT listeners, and then opens as many of them as possible at once.
+//! - `hurt shout BYTES` writes one endless line: zeroes, halves of characters, escape sequences.
 //! - `hurt probe never|daemon WORD` are probes that ignore signals, and that leave a daemon behind.
 //! - `hurt http [KIND PORT] …` answers HTTP badly: see [`http`].
 //!
-//! What ends by itself prints nothing and exits 0. SIGTERM ends none of them.
+//! Commands that end by themselves exit with 0. SIGTERM does not end any of them.
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, mkdirat, mknodat, openat, symlinkat, unlinkat};
 use std::ffi::{CString, OsStr, OsString};
@@ -28,7 +26,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Names that a file may have and that a reader may trip over.
+/// File names that may break a reader.
 const NAMES: [&[u8]; 14] = [
     b"\xff",
     b"\xff\xfe half \xc3",
@@ -45,7 +43,7 @@ const NAMES: [&[u8]; 14] = [
     b"quote\"'`$(x)",
     b"\xe2\x80\xaetxt.exe",
 ];
-/// Most files in a folder of `many` that isn't the large one.
+/// Most files per small folder of `many`.
 const PER_FOLDER: usize = 1000;
 
 pub(super) fn run(arguments: &[String]) -> Result<(), String> {
@@ -86,7 +84,7 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// This program.
+/// Returns a command for this program.
 fn own() -> Result<Command, String> {
     super::own()
 }
@@ -123,11 +121,11 @@ fn processes() -> Result<(), String> {
         own()?.args(["hurt", "named"]).arg(OsStr::from_bytes(name)).spawn().map_err(text)?;
     }
     call_it(b") R 1 1 \xff")?;
-    // Their parent stays: a container whose first process ends is gone.
+    // The parent must stay: the container ends with its first process.
     Err(exec_serve())
 }
 
-/// Becomes the program that listens: who asks whether the harm is done asks its port.
+/// Becomes the listening program: a test asks its port whether the attack is complete.
 fn exec_serve() -> String {
     use std::os::unix::process::CommandExt as _;
     match own() {
@@ -136,14 +134,14 @@ fn exec_serve() -> String {
     }
 }
 
-/// A process that is called as its last argument says.
+/// Renames this process to its last argument.
 fn named() -> Result<(), String> {
     let name: OsString = std::env::args_os().next_back().unwrap_or_default();
     call_it(name.as_bytes())?;
     super::forever()
 }
 
-/// Gives the process this name, of which the kernel keeps 15 bytes.
+/// Sets the name of the process, of which the kernel keeps 15 bytes.
 fn call_it(name: &[u8]) -> Result<(), String> {
     let name = CString::new(&name[..name.len().min(15)]).map_err(text)?;
     rustix::thread::set_name(&name).map_err(text)
@@ -151,7 +149,7 @@ fn call_it(name: &[u8]) -> Result<(), String> {
 
 fn cgroups() -> Result<(), String> {
     let root = Path::new("/sys/fs/cgroup");
-    // On version 2 the folder is the cgroup itself; else there is one for each hierarchy.
+    // In version 2 the folder is the cgroup itself; otherwise each hierarchy has a folder.
     let mut tops = vec![root.to_path_buf()];
     if !root.join("cgroup.procs").exists() {
         tops = std::fs::read_dir(root).map_err(text)?.flatten().map(|entry| entry.path()).collect();
@@ -159,16 +157,16 @@ fn cgroups() -> Result<(), String> {
     }
     let mut made = 0;
     for top in tops {
-        // A newline is the one thing that a cgroup's name may not have.
+        // A newline is the only character that is invalid in a cgroup's name.
         for name in NAMES.iter().filter(|name| !name.contains(&b'\n') && name.len() > 1 || **name == b"\xff")
         {
             let cgroup = top.join(OsStr::from_bytes(name));
             if std::fs::create_dir(&cgroup).is_err() {
-                continue; // read-only, or there from an earlier run
+                continue; // read-only, or left from an earlier run
             }
             made += 1;
             let child = own()?.args(["hurt", "named", "inside"]).spawn().map_err(text)?;
-            let _ = std::fs::write(cgroup.join("cgroup.procs"), child.id().to_string()); // not where it needs a cpuset
+            let _ = std::fs::write(cgroup.join("cgroup.procs"), child.id().to_string()); // fails if the cgroup needs a cpuset
         }
         let mut deep = top.join("deep");
         for _ in 0..50 {
@@ -179,8 +177,8 @@ fn cgroups() -> Result<(), String> {
             deep.push("deep");
         }
     }
-    println!("made {made} cgroups");
-    if made == 0 { Err("no cgroup can be made here".to_owned()) } else { Err(exec_serve()) }
+    println!("created {made} cgroups");
+    if made == 0 { Err("cannot create any cgroup".to_owned()) } else { Err(exec_serve()) }
 }
 
 fn deep(dir: &Path, levels: usize) -> Result<(), String> {
@@ -190,7 +188,7 @@ fn deep(dir: &Path, levels: usize) -> Result<(), String> {
             Ok(()) | Err(rustix::io::Errno::EXIST) => {}
             Err(error) => return Err(text(error)),
         }
-        // By its name alone: no path to it is short enough.
+        // By its name alone: every full path would be too long.
         std::env::set_current_dir("d").map_err(text)?;
     }
     std::fs::write("bottom", "x").map_err(text)
@@ -225,20 +223,20 @@ fn many(dir: &Path, count: usize) -> Result<(), String> {
 }
 
 fn plant(kind: &str, path: &Path) -> Result<(), String> {
-    let said = |error: rustix::io::Errno| format!("{}: {error}", path.display());
+    let failed = |error: rustix::io::Errno| format!("{}: {error}", path.display());
     match unlinkat(CWD, path, AtFlags::empty()) {
         Ok(()) | Err(rustix::io::Errno::NOENT) => {}
         Err(rustix::io::Errno::ISDIR) => std::fs::remove_dir_all(path).map_err(text)?,
-        Err(error) => return Err(said(error)),
+        Err(error) => return Err(failed(error)),
     }
     let mode = Mode::from_raw_mode(0o666);
     match (kind, kind.strip_prefix("link=")) {
-        (_, Some(target)) => symlinkat(target, CWD, path).map_err(said),
-        ("fifo", _) => mknodat(CWD, path, FileType::Fifo, mode, 0).map_err(said),
-        // One that nobody listens on any more: what matters is the file.
-        ("socket", _) => mknodat(CWD, path, FileType::Socket, mode, 0).map_err(said),
+        (_, Some(target)) => symlinkat(target, CWD, path).map_err(failed),
+        ("fifo", _) => mknodat(CWD, path, FileType::Fifo, mode, 0).map_err(failed),
+        // A socket without a listener: only the file matters.
+        ("socket", _) => mknodat(CWD, path, FileType::Socket, mode, 0).map_err(failed),
         ("folder", _) => mkdirat(CWD, path, Mode::from_raw_mode(0o777))
-            .map_err(said)
+            .map_err(failed)
             .and_then(|()| std::fs::write(path.join("inside"), "x").map_err(text)),
         _ => Err(format!("unknown kind {kind}")),
     }
@@ -246,7 +244,7 @@ fn plant(kind: &str, path: &Path) -> Result<(), String> {
 
 fn bomb() -> Result<(), String> {
     loop {
-        // Where it may have no more, it tries on.
+        // Retries at the limit of processes.
         if let Ok(child) = own()?.args(["hurt", "bomb"]).spawn() {
             drop(child);
         } else {
@@ -256,14 +254,14 @@ fn bomb() -> Result<(), String> {
 }
 
 fn listeners(count: usize) -> Result<(), String> {
-    // By number: to find a free port among many that are taken would cost the kernel more than all the rest.
+    // Port by port: finding a free one among many used ones would dominate the kernel's work.
     let ports = || (1025..=u16::MAX).cycle().take(count);
     for port in ports() {
         std::net::TcpListener::bind(("0.0.0.0", port)).map_err(text)?;
     }
     let held: Vec<_> =
         ports().map_while(|port| std::net::TcpListener::bind(("0.0.0.0", port)).ok()).collect();
-    println!("opened {count} one after the other, {} at once", held.len());
+    println!("opened {count} in sequence, {} at once", held.len());
     Ok(())
 }
 
@@ -282,7 +280,7 @@ fn shout(bytes: usize) -> Result<(), String> {
     out.write_all(b"\nend\n").and_then(|()| out.flush()).map_err(text)
 }
 
-/// Calls itself what no text is, ignores signals, and never ends; the first of them with two more.
+/// Gives itself a name that is not text, ignores signals, and never ends; the first one starts two more.
 fn never(word: &str, first: bool) -> Result<(), String> {
     call_it(b"\xff) Z \xfe")?;
     if first {
@@ -293,15 +291,15 @@ fn never(word: &str, first: bool) -> Result<(), String> {
     super::forever()
 }
 
-/// How badly a server answers.
+/// Serves HTTP badly.
 ///
-/// | kind | what it sends |
+/// | kind | sent data |
 /// | --- | --- |
-/// | `drip` | a byte a minute |
-/// | `header` | headers without end; `line`: one header without end |
+/// | `drip` | one byte per minute |
+/// | `header` | endless headers; `line`: one endless header |
 /// | `circle` | a redirect to itself |
-/// | `mute` | nothing, to a TLS handshake neither |
-/// | `flood` | a body without end |
+/// | `mute` | nothing, also during a TLS handshake |
+/// | `flood` | an endless body |
 fn http(pairs: &[&str]) -> Result<(), String> {
     static OPEN: AtomicUsize = AtomicUsize::new(0);
     let mut last = None;
@@ -312,13 +310,12 @@ fn http(pairs: &[&str]) -> Result<(), String> {
         last = Some(std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let kind = kind.clone();
-                // A probe that is out of time goes away; should it not, this program must not be the one that
-                // ends.
+                // A probe disconnects after its timeout; this program must survive even if it does not.
                 if OPEN.fetch_add(1, Ordering::Relaxed) > 1000 {
                     continue;
                 }
                 std::thread::spawn(move || {
-                    let _ = answer(&kind, stream); // the client has gone
+                    let _ = answer(&kind, stream); // the client has disconnected
                     OPEN.fetch_sub(1, Ordering::Relaxed);
                 });
             }
@@ -342,7 +339,7 @@ fn answer(kind: &str, mut stream: TcpStream) -> std::io::Result<()> {
         "drip" => {
             for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n".chunks(1) {
                 stream.write_all(byte)?;
-                // Ends when the client goes.
+                // Ends when the client disconnects.
                 stream.set_read_timeout(Some(Duration::from_secs(60)))?;
                 match stream.read(&mut request) {
                     Ok(0) => return Ok(()),

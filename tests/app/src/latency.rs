@@ -1,6 +1,6 @@
-//! A server under open-loop load, both in one process: requests arrive at their own times (Poisson), whether
-//! or not the ones before were answered, and a latency is counted from when the request should have arrived.
-//! So neither a server that is late nor a load generator that is can hide a wait.
+//! Server under open-loop load, both in one process: requests arrive at scheduled times (Poisson) even if
+//! earlier ones are unanswered, and a latency is measured from the scheduled arrival. Neither a slow server
+//! nor a slow load generator can hide a wait.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::fmt::Write as _;
@@ -10,25 +10,25 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// What is to be done.
+/// Parameters of a measurement.
 struct Load {
     /// Requests per second.
     rate: f64,
-    /// CPU time that each takes.
+    /// CPU time of each request.
     work: Duration,
-    /// Requests that arrive before this are not counted.
+    /// Time during which requests are not counted.
     warm_up: Duration,
-    /// How long those come that are.
+    /// Time during which requests are counted.
     measured: Duration,
-    /// Where somebody has to connect before they begin to come.
+    /// Port whose first connection starts the load.
     on: Option<u16>,
-    /// MiB of a file that the answers are read from; 0: there is none.
+    /// Size in MiB of a file that the answers are read from; 0 for no file.
     data: u32,
 }
 
-/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS [--on PORT] [--data MIB]`. Prints
-/// `measuring` when the warm-up is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each
-/// of many percentiles.
+/// Measures latencies: `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS [--on PORT] [--data
+/// MIB]`. Prints `measuring` after the warm-up, and finally `result N` with a `PERCENTILE:MICROSECONDS` for
+/// each of many percentiles.
 pub(super) fn run(arguments: &[String]) -> Result<(), String> {
     let load = parse(arguments)?;
     let mut data = if load.data > 0 { Some(Data::write(load.data)?) } else { None };
@@ -56,14 +56,14 @@ pub(super) fn run(arguments: &[String]) -> Result<(), String> {
             counted_from = Some(sent);
             println!("measuring");
         }
-        // A server that has ended says why.
+        // A server that has ended returns the reason.
         if requests.send(start + at).is_err() {
             break;
         }
         sent += 1;
     }
     drop(requests);
-    let mut latencies = server.join().map_err(|_| "the server has failed".to_owned())??;
+    let mut latencies = server.join().map_err(|_| "the server panicked".to_owned())??;
     latencies.drain(..counted_from.unwrap_or(0).min(latencies.len()));
     println!("{}", report(latencies));
     Ok(())
@@ -96,8 +96,8 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
     Ok(load)
 }
 
-/// What a server looks things up in, as an index of a database: it is as fast as memory while the kernel
-/// keeps its pages, and as slow as the disk where it has dropped them.
+/// Data that a server reads, like the index of a database: as fast as memory while its pages are in the page
+/// cache, and as slow as the disk otherwise.
 struct Data {
     file: File,
     pages: u64,
@@ -109,7 +109,7 @@ impl Data {
     /// Pages per request.
     const LOOKS: usize = 16;
 
-    /// Writes it to the disk, so that the kernel may drop any page of it.
+    /// Writes the file to disk, so that the kernel may drop any of its pages.
     fn write(mebibytes: u32) -> Result<Data, String> {
         let mut file = make_file("/tmp/data", mebibytes as usize)?;
         file.sync_all().and_then(|()| file.rewind()).map_err(|error| format!("/tmp/data: {error}"))?;
@@ -117,7 +117,7 @@ impl Data {
         Ok(Data { file, pages, random: Random(0xD1B5_4A32_D192_ED03) })
     }
 
-    /// Reads pages from all over it.
+    /// Reads pages at random positions.
     fn read(&mut self) -> Result<(), String> {
         let mut page = [0; Self::PAGE];
         for _ in 0..Self::LOOKS {
@@ -128,7 +128,7 @@ impl Data {
     }
 }
 
-/// A file of so many mebibytes that are no holes.
+/// Creates a file of `mebibytes` without holes.
 fn make_file(path: &str, mebibytes: usize) -> Result<File, String> {
     let failed = |error: std::io::Error| format!("{path}: {error}");
     let mut file =
@@ -140,7 +140,7 @@ fn make_file(path: &str, mebibytes: usize) -> Result<File, String> {
     Ok(file)
 }
 
-/// Uses CPU for so long by the thread's own clock, which stands while it waits.
+/// Uses CPU for this time by the thread's own clock, which stops while the thread waits.
 fn work(time: Duration) {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -154,7 +154,7 @@ fn work(time: Duration) {
     }
 }
 
-/// Percentiles of 0 to 99.99, closer to each other towards the end.
+/// Returns percentiles from 0 to 99.99, denser towards the end.
 fn report(mut latencies: Vec<Duration>) -> String {
     latencies.sort_unstable();
     let mut text = format!("result {}", latencies.len());
@@ -167,7 +167,7 @@ fn report(mut latencies: Vec<Duration>) -> String {
     text
 }
 
-/// Numbers that are the same in each run (xorshift64*).
+/// Numbers that are equal in each run (xorshift64*).
 struct Random(u64);
 
 impl Random {
@@ -178,15 +178,15 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    /// Exponentially distributed, 1 on average.
+    /// Returns an exponentially distributed number, 1 on average.
     fn exponential(&mut self) -> f64 {
         let bits = self.next() >> 11;
         -((bits as f64 + 1.0) / (1_u64 << 53) as f64).ln()
     }
 }
 
-/// A noisy neighbour, until it is stopped: see the kinds. With `--on PORT` it is quiet until somebody
-/// connects there, so that all that takes part can be started before the noise.
+/// Runs a noisy neighbour until it is stopped: see the kinds. With `--on PORT` it waits for a connection to
+/// that port, so that all participants are started before the noise.
 pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
     let arguments = match arguments {
         [option, port, rest @ ..] if option == "--on" => {
@@ -214,7 +214,7 @@ fn wait_for_connection(port: u16) -> Result<(), String> {
 const USAGE: &str =
     "usage: testapp hog [--on PORT] busy THREADS | memory MIB | grow MIB | build JOBS | duty PERMILLE";
 
-/// `busy THREADS` takes all the CPU that it gets; `build JOBS` does something on so many threads.
+/// Runs `work` on this number of threads: `busy THREADS` uses all available CPU, `build JOBS` compiles.
 fn on_threads(number: usize, work: fn() -> Result<(), String>) -> Result<(), String> {
     for _ in 1..number {
         std::thread::spawn(work);
@@ -222,8 +222,8 @@ fn on_threads(number: usize, work: fn() -> Result<(), String>) -> Result<(), Str
     work()
 }
 
-/// A process after another, each of which takes some CPU and writes a file: a compiler, as the machine sees
-/// it.
+/// Starts one process after another, each with some CPU time and a written file: a compiler, from the
+/// machine's point of view.
 fn build() -> Result<(), String> {
     let file = format!("/tmp/object-{:?}", std::thread::current().id());
     loop {
@@ -234,7 +234,7 @@ fn build() -> Result<(), String> {
     }
 }
 
-/// So many thousandths of a CPU, as a daemon takes them: a part of each 50 ms.
+/// Uses this many thousandths of a CPU like a daemon: a part of each 50 ms.
 fn duty(permille: usize) -> Result<(), String> {
     let busy = Duration::from_micros(50 * permille.min(1000) as u64);
     loop {
@@ -243,22 +243,21 @@ fn duty(permille: usize) -> Result<(), String> {
     }
 }
 
-/// Takes so many mebibytes, a hundred per second, gives them back, and begins again: memory that the kernel
-/// cannot take back.
+/// Allocates this many mebibytes, a hundred per second, frees them, and starts again: memory that the kernel
+/// cannot reclaim.
 fn grow_over_and_over(mebibytes: usize) -> Result<(), String> {
     loop {
         let mut held = Vec::new();
         for _ in 0..mebibytes {
-            // Not zeroes: every page must really be there.
+            // Nonzero bytes: every page must be allocated.
             held.push(vec![1_u8; 1 << 20]);
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 }
 
-/// Reads a file of so many mebibytes again and again, more than there is memory for: memory that the kernel
-/// can take back, so that the reader lives on where there is less of it, and everybody beside it has to
-/// reclaim.
+/// Reads a file of this many mebibytes, larger than the memory, again and again: memory that the kernel can
+/// reclaim, so that the reader survives with less memory, and its neighbours have to reclaim.
 fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("/tmp/hog: {error}");
     let mut file = make_file("/tmp/hog", mebibytes)?;
@@ -269,8 +268,8 @@ fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     }
 }
 
-/// Uses a CPU, and no `pause`: that one makes a hypervisor look for another CPU's turn, and an emulator leave
-/// its loop each time, so that a second of an emulated machine took a minute.
+/// Uses a CPU without `pause`: that instruction makes a hypervisor schedule another CPU, and an emulator
+/// leave its loop each time, so that a second of an emulated machine took a minute.
 fn spin() -> Result<(), String> {
     loop {
         std::hint::black_box(());

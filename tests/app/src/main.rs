@@ -1,24 +1,24 @@
-//! The program inside the test pods. Linked statically, so that it runs in an image that holds nothing else.
+//! Program in the test pods. Linked statically, so that it runs in an image without other files.
 //!
-//! - `testapp pause` waits until it is told to stop: the sandbox image's program.
+//! - `testapp pause` waits until it is stopped: the program of the sandbox image.
 //! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then
-//!   closes), on the HTTP port (answers every path with the health it is told to have), and takes commands on
-//!   the control port: one line each, one line of answer.
-//! - `testapp probe ok | fail` is a probe by command; `testapp probe hang | become | leave WORD` are some
-//!   that never end: the first starts a process of its own and waits for it, the second becomes the first
-//!   (exec), the third starts one that has no parent and a session of its own.
-//! - `testapp script FILE …` is what a script with `#!/bin/testapp script` is run by: the words behind the
-//!   file's name are its own.
-//! - `testapp hurt …` harms the node as far as it may: see `hurt`.
+//!   closes), on the HTTP port (answers every path with the current health), and executes commands on the
+//!   control port: one line each, one line of answer.
+//! - `testapp probe ok | fail` is a probe by command; `testapp probe hang | become | leave WORD` are probes
+//!   that never end: the first starts a child process and waits for it, the second becomes the first (exec),
+//!   the third starts a process without a parent, in its own session.
+//! - `testapp script FILE …` is the interpreter of scripts with `#!/bin/testapp script`: the words after the
+//!   file's name are its arguments.
+//! - `testapp hurt …` attacks the node as far as permitted: see `hurt`.
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour:
 //!   see `latency`.
 //!
-//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that does,
-//! `health CODE` sets the HTTP status, `hold MIB` takes so much more memory and keeps it, `exit CODE` ends
-//! the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
-//! call that the command is about, or `error TEXT`.
+//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that listens,
+//! `health CODE` sets the HTTP status, `hold MIB` allocates more memory and keeps it, `exit CODE` ends the
+//! program, `ping` has no effect. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
+//! call of the command, or `error TEXT`.
 //!
-//! It stops at once on SIGTERM, which a container's first process must ask for itself.
+//! SIGTERM ends it immediately; a container's first process must install a handler for that.
 
 mod hurt;
 mod latency;
@@ -38,11 +38,11 @@ fn main() -> ExitCode {
     let stop = Arc::new(AtomicBool::new(true));
     for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT] {
         if let Err(error) = signal_hook::flag::register_conditional_shutdown(signal, 0, Arc::clone(&stop)) {
-            eprintln!("testapp: can't handle signal {signal}: {error}");
+            eprintln!("testapp: cannot handle signal {signal}: {error}");
             return ExitCode::FAILURE;
         }
     }
-    // Some are no text at all, on purpose.
+    // Some arguments are deliberately invalid UTF-8.
     let words = std::env::args_os().skip(1);
     let arguments: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
     if arguments.first().is_some_and(|word| word == "hurt") {
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What a probe by command may do: succeed, fail, or start another process and hang.
+/// Runs a probe by command: succeeds, fails, or starts another process and hangs.
 fn probe(arguments: &[String]) -> Result<(), String> {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words.as_slice() {
@@ -84,7 +84,7 @@ fn probe(arguments: &[String]) -> Result<(), String> {
             wait_for("starter", word)?;
             forever()
         }
-        // Its child's parent is gone when this returns.
+        // The parent of its child has exited when this returns.
         ["starter", word] => {
             own()?.args(["probe", "leaver", word]).spawn().map(drop).map_err(|error| error.to_string())
         }
@@ -97,13 +97,13 @@ fn probe(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// Runs this program as another kind of probe, until that ends.
+/// Runs this program as another kind of probe, and waits for its end.
 fn wait_for(kind: &str, word: &str) -> Result<(), String> {
     let mut child = own()?.args(["probe", kind, word]).spawn().map_err(|error| error.to_string())?;
     child.wait().map(drop).map_err(|error| error.to_string())
 }
 
-/// This program.
+/// Returns a command for this program.
 fn own() -> Result<Command, String> {
     std::env::current_exe().map(Command::new).map_err(|error| error.to_string())
 }
@@ -114,7 +114,7 @@ fn forever() -> ! {
     }
 }
 
-/// The listeners that are open now, by port.
+/// Open listeners by port.
 #[derive(Default)]
 struct App {
     open: Mutex<HashMap<u16, Listening>>,
@@ -122,7 +122,7 @@ struct App {
     held: Mutex<Vec<Vec<u8>>>,
 }
 
-/// One listener's thread, told to close by a byte on `wake`; it hands back the time right before it closed.
+/// Thread of a listener, closed by a byte on `wake`; it returns the time right before the close.
 struct Listening {
     wake: UnixStream,
     thread: std::thread::JoinHandle<u64>,
@@ -161,40 +161,40 @@ fn serve(arguments: &[String]) -> Result<(), String> {
 }
 
 fn bind(port: u16) -> Result<TcpListener, String> {
-    // One dual-stack listener serves IPv4 and IPv6; where IPv6 is off, IPv4 alone.
+    // One dual-stack listener serves IPv4 and IPv6; without IPv6, only IPv4.
     TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))
         .or_else(|_| TcpListener::bind(("0.0.0.0", port)))
-        .map_err(|error| format!("can't listen on port {port}: {error}"))
+        .map_err(|error| format!("cannot listen on port {port}: {error}"))
 }
 
 impl App {
-    /// Opens a listener and a thread that hands each connection to `serve`. Hands back the time before it.
+    /// Opens a listener and a thread that passes each connection to `serve`. Returns the time right before.
     fn listen(&self, port: u16, serve: impl Fn(TcpStream) + Send + 'static) -> Result<u64, String> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if open.contains_key(&port) {
-            return Err(format!("port {port} is open already"));
+            return Err(format!("port {port} is already open"));
         }
         let (wake, woken) = UnixStream::pair().map_err(|error| error.to_string())?;
         let at = now();
         let socket = bind(port)?;
-        // A connection may be gone again between poll and accept, which must not hold the thread up.
+        // A connection may be closed between poll and accept, which must not block the thread.
         socket.set_nonblocking(true).map_err(|error| error.to_string())?;
         let thread = std::thread::spawn(move || accept(socket, &woken, serve));
         open.insert(port, Listening { wake, thread });
         Ok(at)
     }
 
-    /// Stops listening on `port`. Hands back the time before it.
+    /// Stops listening on `port`. Returns the time right before.
     fn close(&self, port: u16) -> Result<u64, String> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let mut listening = open.remove(&port).ok_or(format!("port {port} is not open"))?;
         listening.wake.write_all(b"x").map_err(|error| error.to_string())?;
-        listening.thread.join().map_err(|_| format!("the listener on port {port} had failed"))
+        listening.thread.join().map_err(|_| format!("the listener on port {port} panicked"))
     }
 
-    /// Obeys one connection's commands until it ends.
+    /// Executes the commands of one connection until it ends.
     fn obey(&self, stream: &TcpStream) {
-        let _ = stream.set_nodelay(true); // only speed is at stake
+        let _ = stream.set_nodelay(true); // only for speed
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let answer = match self.command(&line) {
                 Ok(at) => format!("ok {at}\n"),
@@ -230,7 +230,7 @@ impl App {
             }
             ("hold", Some(mib)) => {
                 let at = now();
-                // Not zeroes: every page must really be there.
+                // Nonzero bytes: every page must be allocated.
                 let memory = vec![1; usize::from(mib) << 20];
                 self.held.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
                 Ok(at)
@@ -241,8 +241,8 @@ impl App {
     }
 }
 
-/// Hands each connection to `serve` until `woken` has something to read, then closes the listener. Hands back
-/// the time right before the close.
+/// Passes each connection to `serve` until `woken` is readable, then closes the listener. Returns the time
+/// right before the close.
 fn accept(socket: TcpListener, woken: &UnixStream, serve: impl Fn(TcpStream)) -> u64 {
     loop {
         let mut waiting = [PollFd::new(&socket, PollFlags::IN), PollFd::new(woken, PollFlags::IN)];
@@ -267,7 +267,7 @@ fn hang_up(stream: TcpStream) {
     drop(stream);
 }
 
-/// Answers one HTTP request, whatever it asks for.
+/// Answers one HTTP request, for any path.
 fn answer(mut stream: TcpStream, status: u16) {
     let mut request = [0; 4096];
     let mut length = 0;
@@ -279,11 +279,11 @@ fn answer(mut stream: TcpStream, status: u16) {
     }
     let text = format!("HTTP/1.1 {status} Status\r\nContent-Length: 3\r\nConnection: close\r\n\r\nhi\n");
     if stream.write_all(text.as_bytes()).is_ok() {
-        let _ = stream.shutdown(Shutdown::Both); // the client may have gone already
+        let _ = stream.shutdown(Shutdown::Both); // the client may have disconnected
     }
 }
 
-/// CLOCK_MONOTONIC in nanoseconds: the clock that the kernel half stamps its events with.
+/// Returns CLOCK_MONOTONIC in nanoseconds, the clock of the eBPF programs' timestamps.
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)

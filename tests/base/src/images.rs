@@ -1,5 +1,5 @@
 //! Container images made without a registry: OCI layouts in a tar, from the machine's static busybox and the
-//! test app. `ctr images import` takes them as they are.
+//! test app. `ctr images import` accepts them unchanged.
 
 use crate::workdir;
 use anyhow::{Context as _, Result, bail};
@@ -10,35 +10,35 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The sandboxes' image: the test app, told to wait.
+/// Sandbox image: the test app, started with `pause`.
 pub const PAUSE: &str = "localhost/beelet/pause:1";
-/// The pods' image: busybox with all its applets, and the test app as `/bin/testapp`.
+/// Image of the pods: busybox with all its applets, and the test app as `/bin/testapp`.
 pub const APP: &str = "localhost/beelet/app:1";
 
-/// An image as a file that `ctr images import` takes.
+/// Image as a file for `ctr images import`.
 #[derive(Debug, Clone)]
 pub struct ImageTar {
-    /// The image's full name.
+    /// Full name of the image.
     pub name: String,
-    /// The OCI layout.
+    /// Path of the OCI layout.
     pub path: PathBuf,
 }
 
-/// A file of an image.
+/// File of an image.
 #[derive(Debug, Clone)]
 pub enum Entry {
-    /// A regular file with its mode.
+    /// Regular file with its mode.
     File(Vec<u8>, u32),
-    /// A symbolic link to this target.
+    /// Symbolic link to this target.
     Link(String),
-    /// A folder with its mode.
+    /// Folder with its mode.
     Folder(u32),
 }
 
-/// The two images that everything runs on, [`PAUSE`] and [`APP`], made once for each set of contents and kept
-/// under the target folder.
+/// Returns the standard images, [`PAUSE`] and [`APP`], built once for each set of contents and cached under
+/// the target folder.
 pub fn standard() -> Result<Vec<ImageTar>> {
-    let app = std::fs::read(testapp()?).context("could not read the test app")?;
+    let app = std::fs::read(testapp()?).context("cannot read the test app")?;
     Ok(vec![pause(&app)?, busybox_image(&app)?])
 }
 
@@ -51,16 +51,16 @@ fn busybox_image(app: &[u8]) -> Result<ImageTar> {
     cached(APP, &busybox_files(app)?, &json!({ "Env": ["PATH=/bin"], "Cmd": ["/bin/sh"] }))
 }
 
-/// Another image of [`APP`]'s layer: it shares everything but its name and its configuration.
+/// Returns another image with the layer of [`APP`], which differs only in its name and its configuration.
 pub fn variant(name: &str) -> Result<ImageTar> {
-    let app = std::fs::read(testapp()?).context("could not read the test app")?;
+    let app = std::fs::read(testapp()?).context("cannot read the test app")?;
     let variant = format!("VARIANT={name}");
     cached(name, &busybox_files(&app)?, &json!({ "Env": ["PATH=/bin", variant], "Cmd": ["/bin/sh"] }))
 }
 
-/// Debian's redis under the name that docker's registry has it by, with a shell beside it.
+/// Returns Debian's redis under its name in Docker's registry, with an additional shell.
 pub fn redis(name: &str) -> Result<ImageTar> {
-    // The server is the same program as the checker of its files; what it is called decides.
+    // One program is both the server and the checker of its files; its file name selects the role.
     let programs =
         [("redis-check-rdb", "usr/local/bin/redis-server"), ("redis-cli", "usr/local/bin/redis-cli")];
     let mut files = vec![
@@ -77,7 +77,7 @@ pub fn redis(name: &str) -> Result<ImageTar> {
     }
     for library in libraries {
         let content =
-            std::fs::read(&library).with_context(|| format!("could not read {}", library.display()))?;
+            std::fs::read(&library).with_context(|| format!("cannot read {}", library.display()))?;
         files.push((
             library.to_string_lossy().trim_start_matches('/').to_owned(),
             Entry::File(content, 0o755),
@@ -91,9 +91,9 @@ pub fn redis(name: &str) -> Result<ImageTar> {
     cached(name, &files, &config)
 }
 
-/// What the dynamic loader would load for a program, the loader included.
+/// Returns the libraries that the dynamic loader would load for a program, including the loader.
 fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
-    let output = Command::new("ldd").arg(program).output().context("could not start ldd")?;
+    let output = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let words = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
     Ok(words.map(PathBuf::from).collect())
@@ -101,9 +101,8 @@ fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
 
 fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
     let busybox = busybox()?;
-    let program = std::fs::read(&busybox).with_context(|| format!("could not read {}", busybox.display()))?;
-    let listed =
-        Command::new(&busybox).arg("--list").output().context("could not ask busybox for its applets")?;
+    let program = std::fs::read(&busybox).with_context(|| format!("cannot read {}", busybox.display()))?;
+    let listed = Command::new(&busybox).arg("--list").output().context("cannot list busybox's applets")?;
     let mut files = vec![
         ("bin".to_owned(), Entry::Folder(0o755)),
         ("etc".to_owned(), Entry::Folder(0o755)),
@@ -121,7 +120,7 @@ fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
     Ok(files)
 }
 
-/// The image of these files for this machine, from the cache if these very files were made into it before.
+/// Returns an image of these files for this machine, from the cache if it was built before.
 pub fn cached(name: &str, files: &[(String, Entry)], config: &Value) -> Result<ImageTar> {
     let own = match std::env::consts::ARCH {
         "x86_64" => "amd64",
@@ -131,8 +130,8 @@ pub fn cached(name: &str, files: &[(String, Entry)], config: &Value) -> Result<I
     cached_for(own, name, files, config)
 }
 
-/// The image of these files for machines of this architecture (as images name it: `amd64`, `arm64`), from
-/// the cache if these very files were made into it before.
+/// Returns an image of these files for this architecture (in the images' spelling: `amd64`, `arm64`), from
+/// the cache if it was built before.
 pub fn cached_for(
     architecture: &str,
     name: &str,
@@ -146,15 +145,15 @@ pub fn cached_for(
     let path = workdir::target_dir().join("images").join(format!("{short}-{}.tar", &digest[..16]));
     if !path.exists() {
         let layout = layout(name, &layer, &config)?;
-        // Another test may make the same one now: whole files only.
+        // Another test may build the same image now: the rename makes the file appear complete.
         let temporary = path.with_extension(workdir::unique("part"));
         workdir::write(&temporary, layout)?;
-        std::fs::rename(&temporary, &path).with_context(|| format!("could not make {}", path.display()))?;
+        std::fs::rename(&temporary, &path).with_context(|| format!("cannot create {}", path.display()))?;
     }
     Ok(ImageTar { name: name.to_owned(), path })
 }
 
-/// The files as an uncompressed layer. The same files make the same bytes.
+/// Returns the files as an uncompressed layer. Equal files result in equal bytes.
 fn layer(files: &[(String, Entry)]) -> Result<Vec<u8>> {
     let mut archive = tar::Builder::new(Vec::new());
     for (path, entry) in files {
@@ -180,11 +179,11 @@ fn layer(files: &[(String, Entry)]) -> Result<Vec<u8>> {
             }
         }
     }
-    archive.into_inner().context("could not finish an image's layer")
+    archive.into_inner().context("cannot finish the image's layer")
 }
 
-/// One image of one layer as an OCI layout, as the OCI image specification's "Image Layout" asks for.
-/// `config` is its configuration but for the layer.
+/// Returns an image of one layer as an OCI layout, by the OCI image specification's "Image Layout". `config`
+/// is its configuration without the layer.
 fn layout(name: &str, layer: &[u8], config: &Value) -> Result<Vec<u8>> {
     let layer_digest = format!("sha256:{}", hex(&Sha256::new().chain_update(layer)));
     let mut config = config.clone();
@@ -216,7 +215,7 @@ fn layout(name: &str, layer: &[u8], config: &Value) -> Result<Vec<u8>> {
     for blob in [layer, config.as_bytes(), manifest.as_bytes()] {
         add(format!("blobs/sha256/{}", hex(&Sha256::new().chain_update(blob))), blob)?;
     }
-    archive.into_inner().context("could not finish an image's layout")
+    archive.into_inner().context("cannot finish the image's layout")
 }
 
 fn descriptor(media_type: &str, blob: &[u8]) -> Value {
@@ -228,33 +227,34 @@ fn hex(hasher: &Sha256) -> String {
     hasher.clone().finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The machine's static busybox.
+/// Returns the machine's static busybox.
 pub fn busybox() -> Result<PathBuf> {
     for path in ["/bin/busybox", "/usr/bin/busybox", "/bin/busybox.static", "/usr/bin/busybox.static"] {
         if is_static(Path::new(path)).unwrap_or(false) {
             return Ok(PathBuf::from(path));
         }
     }
-    bail!("no static busybox found; `cargo xtask setup --for demo` installs it (Debian: busybox-static)")
+    bail!(
+        "no static busybox is installed; `cargo xtask setup --for demo` installs it (Debian: busybox-static)"
+    )
 }
 
-/// Returns true if the program at `path` asks for no dynamic loader: only such a one runs in an image that
-/// holds nothing else. It reads the program headers of a 64-bit little-endian ELF file and looks for
-/// PT_INTERP (elf(5)).
+/// Returns true if the program at `path` needs no dynamic loader, so that it runs in an image without other
+/// files. Reads the program headers of a 64-bit little-endian ELF file and checks for PT_INTERP (elf(5)).
 pub fn is_static(path: &Path) -> Result<bool> {
     const PT_INTERP: u32 = 3;
     let mut head = Vec::new();
     std::fs::File::open(path)?.take(64 * 1024).read_to_end(&mut head)?;
     let number = |at: usize, size: usize| -> Result<u64> {
-        let bytes = head.get(at..at + size).context("the file is too short to be a program")?;
+        let bytes = head.get(at..at + size).context("the file is too short for a program")?;
         Ok(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
     };
     if !head.starts_with(b"\x7fELF\x02\x01") {
-        bail!("{} is no 64-bit little-endian ELF file", path.display());
+        bail!("{} is not a 64-bit little-endian ELF file", path.display());
     }
     let (table, size, count) = (number(32, 8)?, number(54, 2)?, number(56, 2)?);
     for index in 0..count {
-        let at = usize::try_from(table + index * size).context("a program header out of the file")?;
+        let at = usize::try_from(table + index * size).context("a program header is outside the file")?;
         if number(at, 4)? == u64::from(PT_INTERP) {
             return Ok(false);
         }
@@ -262,7 +262,7 @@ pub fn is_static(path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// The static test app: the one that `BEELET_TESTAPP` names, else built now.
+/// Returns the static test app: the one that `BEELET_TESTAPP` names, or else a new build.
 pub fn testapp() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("BEELET_TESTAPP") {
         return Ok(PathBuf::from(path));
@@ -270,7 +270,7 @@ pub fn testapp() -> Result<PathBuf> {
     build_testapp()
 }
 
-/// Builds the test app, static and optimised, and hands back its path. Asks cargo once a process.
+/// Builds the test app, static and optimised, and returns its path. Calls cargo once per process.
 pub fn build_testapp() -> Result<PathBuf> {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     if let Some(built) = BUILT.get() {
@@ -281,8 +281,7 @@ pub fn build_testapp() -> Result<PathBuf> {
 }
 
 fn build_testapp_now() -> Result<PathBuf> {
-    // A folder of its own: the flag would otherwise make cargo rebuild the shared dependencies back and
-    // forth.
+    // A separate folder: the flag would otherwise make cargo rebuild the shared dependencies each time.
     let target = workdir::target_dir().join("static");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
@@ -291,14 +290,14 @@ fn build_testapp_now() -> Result<PathBuf> {
         .arg(&target)
         .args(["--", "-Ctarget-feature=+crt-static", "-Clto=off"])
         .output()
-        .context("could not start cargo to build the test app")?;
+        .context("cannot start cargo to build the test app")?;
     if !output.status.success() {
-        bail!("building the test app failed:\n{}", String::from_utf8_lossy(&output.stderr));
+        bail!("cannot build the test app:\n{}", String::from_utf8_lossy(&output.stderr));
     }
     let program = target.join("release/beelet-testapp");
     if !is_static(&program)? {
         bail!(
-            "{} came out dynamically linked; is libc's static archive (libc6-dev) installed?",
+            "{} is dynamically linked; check that libc's static archive (libc6-dev) is installed",
             program.display()
         );
     }

@@ -1,8 +1,7 @@
-//! The floor below the tests and the project's own commands: work folders, image archives, and the words for
-//! what a machine lacks.
+//! Foundation of the tests and the project's own commands: work folders, image archives, and skip reasons.
 //!
-//! The crate is small, so that `cargo xtask` builds in seconds. A server, a client or a type of the agent
-//! belongs into `beelet-tests`, which shows these modules as its own.
+//! The crate is small, so that `cargo xtask` builds in seconds. Servers, clients and types of the agent
+//! belong into `beelet-tests`, which re-exports these modules.
 
 pub mod images;
 pub mod requires;

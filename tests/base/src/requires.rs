@@ -1,15 +1,15 @@
-//! What a test or a command lacks on this machine, and how a test says that it is left out.
+//! Requirements that this machine does not meet, and how skipped tests are reported.
 
 use std::fmt;
 use std::io::Write as _;
 use std::path::PathBuf;
 
-/// What the machine lacks for a test, and what to do about it.
+/// Unmet requirement, with its remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
-    /// What is missing, as half a sentence: "it needs root".
+    /// Unmet requirement as a clause: "root is required".
     pub what: String,
-    /// What would mend it.
+    /// Remedy.
     pub remedy: String,
 }
 
@@ -21,12 +21,12 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// For what only the test itself can find out to be missing.
+/// Creates a requirement that only the test itself can check.
 pub fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
     Missing { what: what.into(), remedy: remedy.into() }
 }
 
-/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
+/// Returns the path of a program in PATH, or in the system folders that an ordinary user's PATH lacks.
 pub fn find_program(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain(
@@ -36,15 +36,15 @@ pub fn find_program(program: &str) -> Option<PathBuf> {
     which::which_in(program, Some(all), "/").ok()
 }
 
-/// The program that `KUBE_APISERVER` names.
+/// Returns the program that `KUBE_APISERVER` names.
 ///
 /// # Errors
-/// It names none.
+/// `KUBE_APISERVER` is not set, or does not name a file.
 pub fn kube_apiserver() -> Result<PathBuf, Missing> {
     let named = std::env::var_os("KUBE_APISERVER").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let remedy = "give the path of a kube-apiserver in KUBE_APISERVER";
+    let remedy = "set KUBE_APISERVER to the path of a kube-apiserver";
     match named {
-        None => Err(missing("no kube-apiserver is given", remedy)),
+        None => Err(missing("KUBE_APISERVER is not set", remedy)),
         Some(path) if path.is_file() => Ok(path),
         Some(path) => {
             Err(missing(format!("KUBE_APISERVER names {}, which is not a file", path.display()), remedy))
@@ -52,27 +52,27 @@ pub fn kube_apiserver() -> Result<PathBuf, Missing> {
     }
 }
 
-/// Says loudly that the calling test is left out, and writes it to the file that `BEELET_SKIPPED` names. For
+/// Reports the calling test as skipped, on standard error and in the file that `BEELET_SKIPPED` names. For
 /// the macro `require!` of the crate `beelet-tests`.
 pub fn skip(reason: &Missing) {
     let thread = std::thread::current();
     leave_out(thread.name().unwrap_or("a test"), &reason.to_string());
 }
 
-/// [`skip`] for a test that another process ran, or would have run.
+/// Like [`skip`], for a test of another process.
 pub fn leave_out(test: &str, reason: &str) {
     let line = skip_line(test, reason);
     eprint!("{line}");
     if let Some(file) = std::env::var_os("BEELET_SKIPPED") {
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(&file);
         if let Err(error) = opened.and_then(|mut opened| opened.write_all(line.as_bytes())) {
-            eprintln!("could not write to {}: {error}", file.display());
+            eprintln!("cannot write {}: {error}", file.display());
         }
     }
 }
 
-/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has
-/// one for each test.
+/// Returns the line of a skipped test. A reason that quotes a program may have several lines; the file has
+/// one line per test.
 fn skip_line(test: &str, reason: &str) -> String {
     let reason: Vec<&str> = reason.split_whitespace().collect();
     format!("SKIPPED {test}: {}\n", reason.join(" "))

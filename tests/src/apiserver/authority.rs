@@ -1,21 +1,21 @@
-//! A certificate authority: what the API server's signers and kube-controller-manager have.
+//! Certificate authority, in place of the API server's signers and kube-controller-manager.
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DnType, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
 
-/// A certificate authority of a test's own.
+/// Certificate authority of a test.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
 }
 
 impl Authority {
-    /// An authority of this name, with a key of its own.
+    /// Creates an authority of this name, with its own key.
     ///
     /// # Errors
-    /// No key can be made.
+    /// The key cannot be generated.
     pub fn new(name: &str) -> Result<Authority, rcgen::Error> {
         let mut params = CertificateParams::new(Vec::new())?;
         params.distinguished_name.push(DnType::CommonName, name);
@@ -26,29 +26,29 @@ impl Authority {
         Ok(Authority { issuer: Issuer::new(params, key), pem })
     }
 
-    /// Its certificate.
+    /// Returns its certificate.
     #[must_use]
     pub fn pem(&self) -> &str {
         &self.pem
     }
 
-    /// Certificate and key of what `params` describe.
+    /// Issues a certificate for `params`, with a new key.
     ///
     /// # Errors
-    /// No key can be made.
+    /// The key cannot be generated.
     pub fn issue(&self, params: &CertificateParams) -> Result<(String, String), rcgen::Error> {
         let key = KeyPair::generate()?;
         Ok((params.signed_by(&key, &self.issuer)?.pem(), key.serialize_pem()))
     }
 
-    /// The certificate that a request in PEM asks for, valid for so long.
+    /// Signs a certificate request in PEM, valid for this time.
     ///
     /// # Errors
-    /// It is no request.
+    /// The request is invalid.
     pub fn sign(&self, request: &str, valid: std::time::Duration) -> Result<String, rcgen::Error> {
         let mut request = CertificateSigningRequestParams::from_pem(request)?;
         let now = std::time::SystemTime::now();
-        // As the signers do: clocks differ.
+        // Like the signers, to tolerate clock differences.
         request.params.not_before = (now - std::time::Duration::from_secs(300)).into();
         request.params.not_after = (now + valid).into();
         Ok(request.signed_by(&self.issuer)?.pem())

@@ -1,5 +1,4 @@
-//! Answers that are none: what a broken server, a proxy or a load balancer may say in the place of an API
-//! server.
+//! Invalid answers, as a broken server, a proxy or a load balancer may send in place of an API server.
 
 use std::sync::Arc;
 
@@ -7,22 +6,22 @@ use serde_json::{Value, json};
 
 use super::script::{Fault, Script};
 
-/// An answer that is none.
+/// Invalid answer.
 #[derive(Clone)]
 pub struct Hostile {
-    /// What it is like.
+    /// Description of the answer.
     pub name: &'static str,
     fault: Fault,
 }
 
 impl Script<'_> {
-    /// It is done, and the answer is this.
+    /// Executes the request, and sends this answer.
     pub fn answer_hostile(self, answer: &Hostile) {
         self.fault(answer.fault.clone());
     }
 }
 
-/// Answers of which the body is no object, or none of the kind that was asked for.
+/// Returns answers whose body is not an object, or not of the requested kind.
 #[must_use]
 pub fn bodies() -> Vec<Hostile> {
     let version = "9".repeat(60);
@@ -32,34 +31,34 @@ pub fn bodies() -> Vec<Hostile> {
         ("a string", r#""ok""#.to_owned()),
         ("a number", "7".to_owned()),
         ("a number that no type holds", "1e999".to_owned()),
-        ("a truth", "true".to_owned()),
+        ("a boolean", "true".to_owned()),
         ("null", "null".to_owned()),
         ("a list", "[]".to_owned()),
         ("a list of lists", "[[[]]]".to_owned()),
         ("lists in each other", "[".repeat(100_000)),
         ("objects in each other", r#"{"metadata":"#.repeat(100_000)),
-        ("an object of nothing", "{}".to_owned()),
+        ("an empty object", "{}".to_owned()),
         ("half an object", r#"{"kind":"#.to_owned()),
-        ("a page", "<html><body>502 Bad Gateway</body></html>".to_owned()),
-        ("a status that says nothing", r#"{"kind":"Status","status":7,"code":"ok"}"#.to_owned()),
+        ("an HTML page", "<html><body>502 Bad Gateway</body></html>".to_owned()),
+        ("an invalid status", r#"{"kind":"Status","status":7,"code":"ok"}"#.to_owned()),
         ("metadata of null", r#"{"metadata":null,"spec":null,"status":null}"#.to_owned()),
         ("metadata that is text", r#"{"metadata":"ok","spec":"ok","status":"ok","items":"ok"}"#.to_owned()),
         ("metadata that is a list", r#"{"metadata":[{}],"spec":[],"status":[],"items":[]}"#.to_owned()),
-        ("a list of no objects", r#"{"kind":"PodList","items":[1,"a",null,[]]}"#.to_owned()),
+        ("a list without objects", r#"{"kind":"PodList","items":[1,"a",null,[]]}"#.to_owned()),
         ("a list of empty objects", r#"{"kind":"PodList","items":[{},{"metadata":null}]}"#.to_owned()),
         ("a list that is an object", r#"{"kind":"PodList","items":{}}"#.to_owned()),
         ("an event of text", "{\"type\":\"ADDED\",\"object\":\"ok\"}\n".to_owned()),
         ("an event without metadata", "{\"type\":\"DELETED\",\"object\":{\"metadata\":null}}\n".to_owned()),
-        ("an event of no type", "{\"type\":{},\"object\":{}}\n".to_owned()),
+        ("an event without a type", "{\"type\":{},\"object\":{}}\n".to_owned()),
         ("a bookmark of the far future", format!("{bookmark}\n")),
-        ("an error of no code", "{\"type\":\"ERROR\",\"object\":{\"code\":-1}}\n".to_owned()),
+        ("an error with an invalid code", "{\"type\":\"ERROR\",\"object\":{\"code\":-1}}\n".to_owned()),
         ("an error of text", "{\"type\":\"ERROR\",\"object\":{\"code\":\"410\"}}\n".to_owned()),
     ];
     let hostile = |(name, body): (_, String)| Hostile { name, fault: Fault::Body(body.into_bytes()) };
     all.into_iter().map(hostile).collect()
 }
 
-/// Answers that are right but for a part.
+/// Returns answers that are valid except for a part.
 #[must_use]
 pub fn alterations() -> Vec<Hostile> {
     vec![
@@ -89,7 +88,7 @@ pub fn alterations() -> Vec<Hostile> {
     ]
 }
 
-/// A list that is changed so.
+/// Returns the alteration `change` of a list.
 fn altered_list(name: &'static str, change: impl Fn(&mut Value) + Send + Sync + 'static) -> Hostile {
     let alter = move |answer: &mut Value| {
         if answer["items"].is_array() {
@@ -99,7 +98,7 @@ fn altered_list(name: &'static str, change: impl Fn(&mut Value) + Send + Sync + 
     Hostile { name, fault: Fault::Alter(Arc::new(alter)) }
 }
 
-/// An object that is changed so; of a list, each of its objects.
+/// Returns the alteration `change` of an object, or of each object in a list.
 fn altered(name: &'static str, change: impl Fn(&mut Value) + Send + Sync + 'static) -> Hostile {
     let alter = move |answer: &mut Value| {
         if let Some(items) = answer.get_mut("items").and_then(Value::as_array_mut) {

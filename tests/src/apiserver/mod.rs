@@ -1,8 +1,7 @@
-//! An API server that does as it is told: plain HTTP on loopback, in memory, for tests of the agent that need
-//! no cluster.
+//! Scripted API server: plain HTTP on loopback, in memory, for tests of the agent that need no cluster.
 //!
-//! It has the rules that a node agent depends on (versions, UIDs, conflicts, graceful deletion, the status
-//! subresource, watches), records every request, and goes wrong on demand:
+//! The server implements the rules that a node agent depends on (versions, UIDs, conflicts, graceful
+//! deletion, the status subresource, watches), records every request, and fails on demand:
 //!
 //! ```ignore
 //! let api = FakeApi::start();
@@ -17,8 +16,8 @@
 //! let pod = api.wait_until("a status", |api| api.get("/api/v1/namespaces/default/pods/web")).await;
 //! ```
 //!
-//! Waits end with the event they wait for, and give up (a failed test, with all requests listed) after
-//! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does.
+//! Waits end with the expected event, and fail the test after [`PATIENCE`], listing all requests. The server
+//! has its own thread, so that it is independent of the test's async runtime.
 
 mod authority;
 pub mod hostile;
@@ -54,67 +53,67 @@ use self::server::Signal;
 use self::store::Store;
 use crate::faults::Rules;
 
-/// A request that came.
+/// Received request.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// Its number, from 0.
+    /// Number of the request, from 0.
     pub number: usize,
-    /// What it wanted.
+    /// Operation.
     pub verb: Verb,
-    /// Its path, without the query.
+    /// Path without the query.
     pub path: String,
-    /// Its query, decoded.
+    /// Query, decoded.
     pub query: BTreeMap<String, String>,
-    /// How its body is meant: for patches, their kind.
+    /// Content type of the body: for patches, their kind.
     pub content_type: String,
-    /// The client: the header `Authorization`.
+    /// Header `Authorization`, which identifies the client.
     pub authorization: Option<String>,
-    /// Its body; null if it had none.
+    /// Body; null if the request had none.
     pub body: Value,
-    /// When it came.
+    /// Time of arrival.
     pub at: Instant,
-    /// What became of it.
+    /// Result.
     pub outcome: Outcome,
 }
 
 impl Asked {
-    /// It was done, and answered so.
+    /// Returns true if the request was executed and answered with a success.
     #[must_use]
     pub fn succeeded(&self) -> bool {
         matches!(self.outcome, Outcome::Answered(200..=299))
     }
 
-    /// It is of this kind and about this path, in which `*` stands for one part.
+    /// Returns true for this verb and a path that matches `pattern`, in which `*` stands for one part.
     #[must_use]
     pub fn is(&self, verb: Verb, pattern: &str) -> bool {
         self.verb == verb && fits(pattern, &self.path)
     }
 }
 
-/// What became of a request.
+/// Result of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is being worked on.
+    /// The request is in progress.
     Pending,
-    /// It was answered with this status. Of a watch: it began.
+    /// The request was answered with this status. For a watch: it began.
     Answered(u16),
-    /// Its connection broke.
+    /// The connection broke.
     Broken,
 }
 
-/// A fake API server. Dropped, it goes away.
+/// Fake API server. Dropping it stops it.
 pub struct FakeApi {
     shared: Arc<Shared>,
     address: SocketAddr,
     serving: Mutex<Option<JoinHandle<()>>>,
-    /// Bound and never listening: nobody else gets the port while the server is away.
+    /// Bound but never listening, so that no other process gets the port while the server is stopped.
     _reserved: Socket,
 }
 
-/// What the test's side and the server's side share.
+/// State shared by the test's side and the server's side.
 struct Shared {
     state: Mutex<State>,
-    /// Counts changes: of requests and of objects.
+    /// Counts changes of requests and of objects.
     changes: watch::Sender<u64>,
 }
 
@@ -125,16 +124,16 @@ struct State {
     asked: Vec<Asked>,
     signals: Option<mpsc::UnboundedSender<Signal>>,
     authority: Option<Authority>,
-    /// For how long certificates are signed as soon as they are asked for; none: they wait.
+    /// Validity of certificates that are signed on request; None: requests wait.
     signs: Option<Duration>,
 }
 
-#[allow(clippy::panic)] // a test that can't go on fails, with the reason
+#[allow(clippy::panic)] // a test that cannot continue fails with the reason
 impl FakeApi {
-    /// A server on a port of its own, listening.
+    /// Starts a server on its own port.
     ///
     /// # Panics
-    /// If the machine has no port left.
+    /// If the machine has no free port.
     #[must_use]
     pub fn start() -> Self {
         let api = Self::absent();
@@ -142,10 +141,10 @@ impl FakeApi {
         api
     }
 
-    /// A server that isn't there yet: its address is known, and [`FakeApi::come_back`] starts it.
+    /// Creates a server that is not running yet: its address is known, and [`FakeApi::come_back`] starts it.
     ///
     /// # Panics
-    /// If the machine has no port left.
+    /// If the machine has no free port.
     #[must_use]
     pub fn absent() -> Self {
         let bound = || {
@@ -161,13 +160,13 @@ impl FakeApi {
         FakeApi { shared, address, serving: Mutex::new(None), _reserved: reserved }
     }
 
-    /// The URL at which it listens: `http://127.0.0.1:port`.
+    /// Returns the server's URL: `http://127.0.0.1:port`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// A kubeconfig that leads here, with the token `token` for who asks.
+    /// Returns a kubeconfig for this server with the token `token`.
     #[must_use]
     pub fn kubeconfig(&self) -> String {
         let config = json!({
@@ -179,12 +178,12 @@ impl FakeApi {
         format!("{config:#}\n")
     }
 
-    // ---- Coming and going ----
+    // ---- Start and stop ----
 
-    /// Starts to listen, at the same port, with the objects it had. Nothing where it listens already.
+    /// Starts to listen on the same port, with the earlier objects. Does nothing if the server is running.
     ///
     /// # Panics
-    /// If the port can't be listened at.
+    /// If the port cannot be used.
     pub fn come_back(&self) {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         if serving.is_some() {
@@ -201,11 +200,11 @@ impl FakeApi {
         *serving = Some(std::thread::spawn(move || server::serve(&listener, &shared, signals)));
     }
 
-    /// Goes away as a killed process does: every connection breaks, the port refuses.
+    /// Stops like a killed process: every connection breaks, new ones are refused.
     pub fn crash(&self) {
         let signals = self.shared.lock().signals.take();
         if let Some(signals) = signals {
-            // It fails where the server has ended by itself.
+            // Sending fails if the server has ended by itself.
             let _ = signals.send(Signal::Stop);
         }
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -214,132 +213,132 @@ impl FakeApi {
         }
     }
 
-    /// Breaks every connection, and goes on listening.
+    /// Breaks every connection, but keeps listening.
     pub fn sever(&self) {
         if let Some(signals) = &self.shared.lock().signals {
             let _ = signals.send(Signal::Sever);
         }
     }
 
-    // ---- What goes wrong ----
+    // ---- Faults ----
 
-    /// Begins a rule for the next request of this kind whose path is `pattern`, in which `*` stands for
-    /// one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
-    /// several rules for a request, the oldest that isn't used up decides.
+    /// Begins a rule for the next request of this verb with a path that matches `pattern`, in which `*` stands
+    /// for one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
+    /// several rules for a request, the oldest that is not used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
         script::on(self, Some(verb), Some(pattern))
     }
 
-    /// The same at the next request of any kind.
+    /// Like [`FakeApi::on`], for the next request of any kind.
     pub fn on_any(&self) -> Script<'_> {
         script::on(self, None, None)
     }
 
-    /// Takes all rules back. What hangs goes on hanging until its [`Held`] is dropped.
+    /// Removes all rules. Held requests stay held until their [`Held`] is dropped.
     pub fn heal(&self) {
         self.shared.lock().rules.clear();
     }
 
-    /// Ends the watches of the paths that `pattern` means, in order, as the server does after some minutes.
+    /// Ends the watches of paths that match `pattern` regularly, as the server does after some minutes.
     pub fn end_watches(&self, pattern: &str) {
         self.shared.lock().store.cut(|path| fits(pattern, path), false);
     }
 
-    /// Breaks the connections of such watches.
+    /// Breaks the connections of these watches.
     pub fn break_watches(&self, pattern: &str) {
         self.shared.lock().store.cut(|path| fits(pattern, path), true);
     }
 
-    /// Sends such watches these bytes, whatever they mean: half an event, a bookmark of the past.
+    /// Sends these bytes to these watches: half an event, a bookmark of the past.
     pub fn say(&self, pattern: &str, bytes: impl AsRef<[u8]>) {
         self.shared.lock().store.say(|path| fits(pattern, path), bytes.as_ref());
     }
 
-    /// Sends such watches a bookmark.
+    /// Sends a bookmark to these watches.
     pub fn bookmark(&self, pattern: &str) {
         self.shared.lock().store.bookmarks(|path| fits(pattern, path));
     }
 
-    /// Forgets how things were: a watch that begins at an older version than the newest is told that it is
-    /// too old.
+    /// Discards the history: a watch that begins at an older version than the newest gets the error that it
+    /// is too old.
     pub fn compact(&self) {
         self.shared.lock().store.compact();
     }
 
-    /// The paths that are being watched.
+    /// Returns the watched paths.
     #[must_use]
     pub fn watched(&self) -> Vec<String> {
         self.shared.lock().store.watched()
     }
 
-    // ---- The objects ----
+    // ---- Objects ----
 
-    /// Makes or replaces the object at `path` as it stands, its status too.
+    /// Creates or replaces the object at `path` completely, including its status.
     ///
     /// # Panics
-    /// If the path names no object.
+    /// If the path does not name an object.
     pub fn put(&self, path: &str, object: Value) -> Value {
-        self.change(path, |store, target| store.put(target, object))
+        self.change(path, |store, target| store.set(target, object))
     }
 
-    /// The object at `path`.
+    /// Returns the object at `path`.
     #[must_use]
     pub fn get(&self, path: &str) -> Option<Value> {
         self.shared.lock().store.get(&Target::of(path)?).ok()
     }
 
-    /// Every object of a collection, of all namespaces: `/api/v1/pods`.
+    /// Returns every object of a collection in all namespaces: `/api/v1/pods`.
     #[must_use]
     pub fn all(&self, collection: &str) -> Vec<Value> {
         self.shared.lock().store.all(collection)
     }
 
-    /// Changes the object at `path` by a merge patch; a path that ends in `/status` changes the status.
+    /// Changes the object at `path` with a merge patch; a path that ends with `/status` changes the status.
     ///
     /// # Panics
-    /// If there is no such object.
+    /// If the object does not exist.
     pub fn patch(&self, path: &str, patch: &Value) -> Value {
         self.change(path, |store, target| store.patch(target, "application/merge-patch+json", patch))
     }
 
-    /// Deletes the object at `path` as a user does: a pod on a node gracefully.
+    /// Deletes the object at `path` like a user: a pod on a node gracefully.
     ///
     /// # Panics
-    /// If there is no such object.
+    /// If the object does not exist.
     pub fn delete(&self, path: &str) -> Value {
         self.change(path, |store, target| store.delete(target, &Value::Null))
     }
 
-    /// Deletes it as a user does who says how many seconds it gets (`kubectl delete --grace-period`).
+    /// Deletes the object like a user with a grace period (`kubectl delete --grace-period`).
     ///
     /// # Panics
-    /// If there is no such object.
+    /// If the object does not exist.
     pub fn delete_within(&self, path: &str, seconds: i64) -> Value {
         self.change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": seconds })))
     }
 
-    /// Deletes it by force: it is gone at once.
+    /// Deletes the object by force, at once.
     ///
     /// # Panics
-    /// If there is no such object.
+    /// If the object does not exist.
     pub fn remove(&self, path: &str) -> Value {
         self.change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": 0 })))
     }
 
-    /// Deletes it with so many seconds of grace, whatever its own are. None if there is no such object.
+    /// Deletes the object with this grace period. Returns None if it does not exist.
     ///
     /// # Panics
-    /// If the path names no object.
+    /// If the path does not name an object.
     pub fn try_delete_within(&self, path: &str, seconds: i64) -> Option<Value> {
         self.try_change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": seconds })))
             .ok()
     }
 
-    /// Takes away what keeps the object at `path` from being removed: its finalizers. None if there is no
-    /// such object.
+    /// Removes the finalizers of the object at `path`, which prevent its removal. Returns None if the object
+    /// does not exist.
     ///
     /// # Panics
-    /// If the path names no object.
+    /// If the path does not name an object.
     pub fn release(&self, path: &str) -> Option<Value> {
         let patch = json!({ "metadata": { "finalizers": null } });
         self.try_change(path, |store, target| store.patch(target, "application/merge-patch+json", &patch))
@@ -359,7 +358,7 @@ impl FakeApi {
         path: &str,
         change: impl FnOnce(&mut Store, &Target) -> Result<Value, Refusal>,
     ) -> Result<Value, Refusal> {
-        let Some(target) = Target::of(path) else { panic!("{path} names no object") };
+        let Some(target) = Target::of(path) else { panic!("{path} does not name an object") };
         let changed = change(&mut self.shared.lock().store, &target);
         self.shared.changed();
         changed
@@ -367,10 +366,10 @@ impl FakeApi {
 
     // ---- Certificates ----
 
-    /// Signs every CertificateSigningRequest from now on as soon as it is made, for so long.
+    /// Signs every CertificateSigningRequest from now on when it is created, with this validity.
     ///
     /// # Panics
-    /// If no key can be made.
+    /// If the key cannot be generated.
     pub fn sign_certificates(&self, valid: Duration) {
         let authority = Authority::new("test").unwrap_or_else(|error| panic!("no authority: {error}"));
         let mut state = self.shared.lock();
@@ -378,40 +377,40 @@ impl FakeApi {
         state.signs = Some(valid);
     }
 
-    /// The certificate of the authority that signs; none before it was told to.
+    /// Returns the certificate of the signing authority; None before [`FakeApi::sign_certificates`].
     #[must_use]
     pub fn authority(&self) -> Option<String> {
         self.shared.lock().authority.as_ref().map(|authority| authority.pem().to_owned())
     }
 
-    // ---- What was asked ----
+    // ---- Received requests ----
 
-    /// All requests so far, in the order they came.
+    /// Returns all requests so far, in order of arrival.
     #[must_use]
     pub fn asked(&self) -> Vec<Asked> {
         self.shared.lock().asked.clone()
     }
 
-    /// Number of requests of this kind for the paths that `pattern` means.
+    /// Returns the number of requests of this verb for paths that match `pattern`.
     #[must_use]
     pub fn count(&self, verb: Verb, pattern: &str) -> usize {
         self.shared.lock().asked.iter().filter(|asked| asked.is(verb, pattern)).count()
     }
 
-    /// Waits for a request that `wanted` says yes to, among those that came already and those to come; `what`
-    /// says what is waited for.
+    /// Waits for a request that `wanted` accepts, among earlier and later ones; `what` describes it in
+    /// errors.
     ///
     /// # Panics
-    /// If none comes within [`PATIENCE`].
+    /// If no such request arrives within [`PATIENCE`].
     pub async fn wait_for(&self, what: &str, wanted: impl Fn(&Asked) -> bool) -> Asked {
         self.wait_for_after(what, 0, wanted).await
     }
 
-    /// As [`FakeApi::wait_for`], among the requests from number `first` on: `api.asked().len()` before what
-    /// is tested.
+    /// Like [`FakeApi::wait_for`], among the requests from number `first` on: `api.asked().len()` before the
+    /// tested action.
     ///
     /// # Panics
-    /// If none comes within [`PATIENCE`].
+    /// If no such request arrives within [`PATIENCE`].
     pub async fn wait_for_after(&self, what: &str, first: usize, wanted: impl Fn(&Asked) -> bool) -> Asked {
         self.wait_until(what, |api| {
             api.shared.lock().asked.iter().skip(first).find(|asked| wanted(asked)).cloned()
@@ -419,10 +418,10 @@ impl FakeApi {
         .await
     }
 
-    /// Waits until `look` finds something, looking after every change.
+    /// Waits until `look` returns a value, calling it after every change.
     ///
     /// # Panics
-    /// If it doesn't within [`PATIENCE`].
+    /// If `look` returns no value within [`PATIENCE`].
     pub async fn wait_until<T>(&self, what: &str, look: impl Fn(&FakeApi) -> Option<T>) -> T {
         let mut changes = self.shared.changes.subscribe();
         let found = tokio::time::timeout(PATIENCE, async {
@@ -441,11 +440,11 @@ impl FakeApi {
         }
     }
 
-    /// The requests so far, one per line: for failed tests.
+    /// Formats the requests so far, one per line, for failed tests.
     #[must_use]
     pub fn transcript(&self) -> String {
         let line = |asked: &Asked| {
-            // Whole objects would bury the order, which is what a reader wants.
+            // Whole objects would hide the order, which readers need.
             let body: String = asked.body.to_string().chars().take(240).collect();
             let Asked { number, outcome, verb, path, query, .. } = asked;
             format!("{number:4} {outcome:?}: {verb} {path} {query:?} {body}\n")
@@ -469,7 +468,7 @@ impl Shared {
         self.changes.send_modify(|count| *count += 1);
     }
 
-    /// Notes that a request came; what is to become of it.
+    /// Records a request; returns its handling.
     fn arrive(self: &Arc<Self>, asked: &mut Asked) -> (Arrival, Duration, Act) {
         let mut state = self.lock();
         let (delay, act) = state.rules.decide(asked);
@@ -482,7 +481,7 @@ impl Shared {
 }
 
 impl State {
-    /// Signs a request for a certificate, if it was told to.
+    /// Signs a certificate request, if that is enabled.
     fn sign(&mut self, target: &Target, request: Value) -> Result<Value, Refusal> {
         let (Some(authority), Some(valid)) = (&self.authority, self.signs) else { return Ok(request) };
         let pem = base64::engine::general_purpose::STANDARD
@@ -503,7 +502,7 @@ impl State {
     }
 }
 
-/// A request that is being worked on.
+/// Request in progress.
 struct Arrival {
     shared: Arc<Shared>,
     number: usize,

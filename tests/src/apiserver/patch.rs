@@ -1,11 +1,11 @@
-//! Patches: RFC 7386, and strategic merge as the API server does it for what nodes and pods have.
+//! Patches: RFC 7386, and strategic merge as in the API server for the fields of nodes and pods.
 
 use serde_json::{Map, Value};
 
 use super::refusal::Refusal;
 
-/// By which key the elements of a list are told apart; a list that is not here is replaced as a whole
-/// (`patchMergeKey` in Kubernetes' types).
+/// Merge keys of lists; a list that is missing here is replaced as a whole (`patchMergeKey` in Kubernetes'
+/// types).
 const KEYS: &[(&str, &str)] = &[
     ("addresses", "type"),
     ("conditions", "type"),
@@ -41,7 +41,7 @@ pub(super) fn apply(kind: &str, object: &mut Value, patch: &Value) -> Result<(),
     Ok(())
 }
 
-/// RFC 7386: maps are merged, everything else is replaced, null removes.
+/// Applies RFC 7386: maps are merged, everything else is replaced, null removes.
 fn merge(object: &mut Value, patch: &Value) {
     let Value::Object(changes) = patch else {
         *object = patch.clone();
@@ -63,7 +63,7 @@ fn as_map(value: &mut Value) -> &mut Map<String, Value> {
     }
     match value {
         Value::Object(fields) => fields,
-        _ => unreachable!("it was just made a map"),
+        _ => unreachable!("the value is a map"),
     }
 }
 
@@ -117,7 +117,7 @@ fn strategic(object: &mut Value, patch: &Value) {
         let same = |a: &Value, b: &Value| key.map_or(a == b, |key| a[key] == b[key]);
         let order = order.as_array().cloned().unwrap_or_default();
         let place = |value: &Value| order.iter().position(|wanted| same(wanted, value));
-        // What the order doesn't name stays where the stable sort leaves it: at the end.
+        // Elements missing in the order stay at the end, where the stable sort leaves them.
         list.sort_by_key(|value| place(value).unwrap_or(usize::MAX));
     }
 }
@@ -132,7 +132,7 @@ fn as_list(value: &mut Value) -> &mut Vec<Value> {
     }
     match value {
         Value::Array(list) => list,
-        _ => unreachable!("it was just made a list"),
+        _ => unreachable!("the value is a list"),
     }
 }
 

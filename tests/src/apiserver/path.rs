@@ -1,4 +1,4 @@
-//! What a request is about: the resource that its path names, and the objects that its query selects.
+//! Parsing of requests: the resource in the path, and the objects that the query selects.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,22 +6,22 @@ use std::fmt;
 use http::Method;
 use serde_json::Value;
 
-/// What a request wants, in the words of the API server's audit log.
+/// Operation of a request, in the words of the API server's audit log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verb {
-    /// One object is read.
+    /// Reads one object.
     Get,
-    /// A collection is read.
+    /// Reads a collection.
     List,
-    /// A collection, or one object, is followed.
+    /// Follows a collection, or one object.
     Watch,
-    /// An object is made.
+    /// Creates an object.
     Create,
-    /// An object is replaced.
+    /// Replaces an object.
     Update,
-    /// An object is changed.
+    /// Changes an object.
     Patch,
-    /// An object is removed.
+    /// Removes an object.
     Delete,
 }
 
@@ -39,12 +39,12 @@ impl fmt::Display for Verb {
     }
 }
 
-/// The resource that a path names.
+/// Resource in a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Target {
     /// Group, version and resource: `/api/v1/pods`, `/apis/coordination.k8s.io/v1/leases`.
     pub(super) collection: String,
-    /// Empty for what has no namespace, and for lists of all namespaces.
+    /// Empty for cluster-scoped resources, and for lists of all namespaces.
     pub(super) namespace: String,
     pub(super) name: Option<String>,
     /// `status`, `token`, …
@@ -52,7 +52,7 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Reads a path without its query; none if it names no resource.
+    /// Parses a path without its query; None if it names no resource.
     pub(super) fn of(path: &str) -> Option<Target> {
         let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
         let (root, rest) = match parts.as_slice() {
@@ -61,7 +61,7 @@ impl Target {
             _ => return None,
         };
         let (namespace, rest) = match rest {
-            // A namespace itself.
+            // Path of a namespace itself.
             ["namespaces"] | ["namespaces", _] | ["namespaces", _, "status" | "finalize"] => ("", rest),
             ["namespaces", namespace, rest @ ..] => (*namespace, rest),
             _ => ("", rest),
@@ -80,7 +80,7 @@ impl Target {
         })
     }
 
-    /// What this method wants of it.
+    /// Returns the verb of a method with this path and query.
     pub(super) fn verb(method: &Method, path: &str, query: &BTreeMap<String, String>) -> Verb {
         let watched = query.get("watch").is_some_and(|value| value != "false" && value != "0");
         match *method {
@@ -94,13 +94,13 @@ impl Target {
         }
     }
 
-    /// The resource's name: `pods`.
+    /// Returns the resource's name: `pods`.
     pub(super) fn resource(&self) -> &str {
         self.collection.rsplit('/').next().unwrap_or_default()
     }
 }
 
-/// Returns true if a path is one that the pattern means, in which `*` stands for one part.
+/// Returns true if a path matches a pattern, in which `*` stands for one part.
 pub(super) fn fits(pattern: &str, path: &str) -> bool {
     let (mut pattern, mut path) = (pattern.split('/'), path.split('/'));
     loop {
@@ -112,7 +112,7 @@ pub(super) fn fits(pattern: &str, path: &str) -> bool {
     }
 }
 
-/// The objects of a collection that a query selects.
+/// Objects of a collection that a query selects.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Selection {
     pub(super) collection: String,
@@ -122,11 +122,11 @@ pub(super) struct Selection {
     labels: Vec<Term>,
 }
 
-/// One part of a selector: `spec.nodeName=a`, `status.phase!=Failed`, `app`, `!app`.
+/// Part of a selector: `spec.nodeName=a`, `status.phase!=Failed`, `app`, `!app`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Term {
     key: String,
-    /// None: whether the key is there at all.
+    /// None: tests the existence of the key.
     value: Option<String>,
     equal: bool,
 }
@@ -183,7 +183,7 @@ fn terms(selector: &str) -> Vec<Term> {
     selector.split(',').filter(|text| !text.is_empty()).map(term).collect()
 }
 
-/// The parameters of a query, decoded.
+/// Returns the parameters of a query, decoded.
 pub(super) fn query(text: &str) -> BTreeMap<String, String> {
     let pairs = text.split('&').filter(|pair| !pair.is_empty());
     pairs
@@ -194,7 +194,7 @@ pub(super) fn query(text: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Text without its percent signs and pluses (the form of HTML queries).
+/// Decodes percent escapes and pluses (the form of HTML queries).
 fn decoded(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

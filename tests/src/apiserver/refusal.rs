@@ -29,7 +29,7 @@ impl Refusal {
         Refusal { code: 409, reason: "Conflict", message }
     }
 
-    /// The object that says so.
+    /// Returns the `metav1.Status` object of the refusal.
     pub(super) fn status(&self) -> Value {
         let Refusal { code, reason, message } = self;
         json!({

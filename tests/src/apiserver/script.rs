@@ -1,4 +1,4 @@
-//! What is to go wrong in the fake API server beside what every fake server can ([`crate::faults`]).
+//! Faults of the fake API server, in addition to those of every fake server ([`crate::faults`]).
 
 use std::sync::Arc;
 
@@ -8,65 +8,64 @@ use super::path::{Verb, fits};
 use super::{Asked, FakeApi};
 use crate::faults;
 
-/// What becomes of a request.
+/// Handling of a request.
 pub(super) type Act = faults::Act<Fault>;
 
-/// How only an API server goes wrong.
+/// Fault specific to an API server.
 #[derive(Clone)]
 pub enum Fault {
-    /// The request is refused with this status, and nothing was done.
+    /// Refuses the request with this status, without executing it.
     Refuse {
         /// The HTTP status.
         code: u16,
-        /// Why.
+        /// Message.
         message: String,
-        /// The advice to wait so many seconds.
+        /// Seconds of the `Retry-After` header.
         retry_after: Option<u64>,
     },
-    /// Its connection breaks, and nothing was done.
+    /// Breaks the connection, without executing the request.
     Drop,
-    /// It is done, and the test changes the answer.
+    /// Executes the request, and lets the test change the answer.
     Alter(Alter),
-    /// It is done, and the answer's body is these bytes.
+    /// Executes the request, and sends these bytes as the answer's body.
     Body(Vec<u8>),
 }
 
-/// Changes the body of an answer.
+/// Change of the body of an answer.
 type Alter = Arc<dyn Fn(&mut Value) + Send + Sync>;
 
-/// A rule in the making: see [`FakeApi::on`] and [`FakeApi::on_any`].
+/// Builder of a rule: see [`FakeApi::on`] and [`FakeApi::on_any`].
 pub type Script<'a> = faults::Script<'a, FakeApi>;
 
 impl Script<'_> {
-    /// It is refused with this HTTP status, and nothing was done.
+    /// Refuses the request with this HTTP status, without executing it.
     pub fn refuse(self, code: u16, message: &str) {
         self.fault(Fault::Refuse { code, message: message.to_owned(), retry_after: None });
     }
 
-    /// It is refused with 429 and the advice to wait so many seconds.
+    /// Refuses the request with 429 and a `Retry-After` of this many seconds.
     pub fn throttle(self, seconds: u64) {
         let message = "the server has received too many requests and has asked us to try again later";
         let message = message.to_owned();
         self.fault(Fault::Refuse { code: 429, message, retry_after: Some(seconds) });
     }
 
-    /// Its connection breaks, and nothing was done.
+    /// Breaks the connection, without executing the request.
     pub fn drop_connection(self) {
         self.fault(Fault::Drop);
     }
 
-    /// It is done, and the answer's object is what `alter` makes of it.
+    /// Executes the request, and changes the answer's object with `alter`.
     pub fn alter(self, alter: impl Fn(&mut Value) + Send + Sync + 'static) {
         self.fault(Fault::Alter(Arc::new(alter)));
     }
 
-    /// A list is answered as if nothing were there: what a server does that was restored from an empty
-    /// backup.
+    /// Answers a list as if it were empty, like a server restored from an empty backup.
     pub fn answer_empty_list(self) {
         self.alter(|list| list["items"] = Value::Array(Vec::new()));
     }
 
-    /// It is done, and the answer's body is these bytes, whatever they mean.
+    /// Executes the request, and sends these bytes as the answer's body.
     pub fn answer_body(self, body: impl Into<Vec<u8>>) {
         self.fault(Fault::Body(body.into()));
     }
@@ -83,7 +82,7 @@ impl faults::Faulty for FakeApi {
     }
 }
 
-/// A rule for the next request of a verb whose path is `pattern`; None: any.
+/// Begins a rule for the next request with this verb and a path that matches `pattern`; None: any.
 pub(super) fn on<'a>(api: &'a FakeApi, verb: Option<Verb>, pattern: Option<&str>) -> Script<'a> {
     let pattern = pattern.map(str::to_owned);
     Script::new(api, move |asked| {

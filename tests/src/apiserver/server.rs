@@ -1,5 +1,4 @@
-//! The fake API server on its port: every request is recorded, goes through the script, and is then answered
-//! by the store.
+//! Server of the fake API: records every request, applies the script, and then lets the store answer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,19 +19,19 @@ use super::script::{Act, Fault};
 use super::store::{Body, now};
 use super::{Asked, Outcome, Shared};
 
-/// Largest body of a request, in bytes, as in the API server.
+/// Maximum size of a request's body in bytes, as in the API server.
 const MAX_BODY: usize = 3 << 20;
 
-/// What a running server is told.
+/// Commands to a running server.
 pub(super) enum Signal {
-    /// Break every connection, and go on listening.
+    /// Break every connection, but keep listening.
     Sever,
-    /// Break every connection, and listen no more.
+    /// Break every connection, and stop listening.
     Stop,
 }
 
-/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that
-/// ends every connection at once, as a killed process does.
+/// Serves until a stop command. Runs on its own thread with its own runtime: dropping that ends every
+/// connection at once, like a killed process.
 pub(super) fn serve(
     listener: &std::net::TcpListener,
     shared: &Arc<Shared>,
@@ -54,7 +53,7 @@ pub(super) fn serve(
                     Some(Signal::Stop) | None => break,
                 },
                 Ok((stream, _)) = listener.accept() => {
-                    // Without it the last bytes of a watch's event wait for an acknowledgement.
+                    // Without this option the last bytes of a watch's event wait for an acknowledgement.
                     let _ = stream.set_nodelay(true);
                     let shared = Arc::clone(shared);
                     let service = service_fn(move |request| answer(Arc::clone(&shared), request));
@@ -66,16 +65,16 @@ pub(super) fn serve(
             }
         }
     });
-    // What watches had to be told goes with their connections.
+    // Pending events of watches are lost with their connections.
     shared.lock().store.cut(|_| true, true);
 }
 
-/// The connection is to break.
+/// Error that breaks the connection.
 #[derive(Debug, thiserror::Error)]
 #[error("broken by the test")]
 struct Broken;
 
-/// Records a request, lets the script decide about it, and has the store answer it.
+/// Records a request, applies the script, and lets the store answer it.
 async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Response<Body>, Broken> {
     let (parts, body) = request.into_parts();
     let body = Limited::new(body, MAX_BODY).collect().await.map_err(|_| Broken)?.to_bytes();
@@ -109,7 +108,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
         }
         Act::Fault(Fault::Drop) => return Err(Broken),
         Act::LoseReply => {
-            // Whether it was done well is what the caller won't know.
+            // The client does not learn the result.
             work(&shared, &asked);
             return Err(Broken);
         }
@@ -152,7 +151,7 @@ fn whole(code: u16, value: &Value) -> Response<Body> {
     response
 }
 
-/// Does what is asked.
+/// Executes a request.
 fn work(shared: &Arc<Shared>, asked: &Asked) -> Response<Body> {
     match (asked.path.as_str(), Target::of(&asked.path)) {
         ("/healthz" | "/livez" | "/readyz", _) => Response::new(full("ok".into())),
@@ -182,7 +181,7 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
     let mut state = shared.lock();
     let body = || {
         let body = asked.body.is_object().then(|| asked.body.clone());
-        body.ok_or_else(|| Refusal::bad("the body is no object"))
+        body.ok_or_else(|| Refusal::bad("the body is not an object"))
     };
     match asked.verb {
         Verb::Get => state.store.get(target),
@@ -192,7 +191,7 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
             state.store.get(&account)?;
             Ok(token(target, asked.number, body()?))
         }
-        // Asked and answered, and not kept.
+        // Reviews are answered and not stored.
         Verb::Create if target.resource().ends_with("reviews") => body(),
         Verb::Create => {
             let made = state.store.create(target, body()?)?;
@@ -217,7 +216,7 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
     }
 }
 
-/// A token of a service account: no two are the same, and each says whose it is.
+/// Returns a token of a service account: each is unique and names its account.
 fn token(target: &Target, number: usize, mut request: Value) -> Value {
     let account = target.name.as_deref().unwrap_or_default();
     let seconds = request["spec"]["expirationSeconds"].as_u64().unwrap_or(3600);

@@ -1,5 +1,5 @@
-//! The objects of a cluster, in memory, with the rules of the API server that a node agent depends on:
-//! resource versions, UIDs, conflicts, the status subresource, graceful deletion, and watches.
+//! In-memory objects of a cluster, with the API server's rules that a node agent depends on: resource
+//! versions, UIDs, conflicts, the status subresource, graceful deletion, and watches.
 
 use std::collections::BTreeMap;
 
@@ -12,22 +12,22 @@ use super::patch;
 use super::path::{Selection, Target};
 use super::refusal::Refusal;
 
-/// The body of an answer.
+/// Body of an answer.
 pub(super) type Body = UnsyncBoxBody<Bytes, std::io::Error>;
 
-/// Where a watch's lines go; an error breaks its connection.
+/// Output of a watch's lines; an error breaks its connection.
 pub(super) type Lines = mpsc::UnboundedSender<Result<Frame<Bytes>, std::io::Error>>;
 
 /// Collection, namespace, name.
 type Key = (String, String, String);
 
-/// One change, for watches that begin in the past.
+/// Change of an object, for watches that begin in the past.
 #[derive(Clone)]
 struct Change {
     version: u64,
     collection: String,
     before: Option<Value>,
-    /// None: it was removed.
+    /// None: the object was removed.
     after: Option<Value>,
 }
 
@@ -38,13 +38,13 @@ struct Watch {
     lines: Lines,
 }
 
-/// The objects of a cluster.
+/// Objects of a cluster.
 #[derive(Default)]
 pub(super) struct Store {
     objects: BTreeMap<Key, Value>,
-    /// The newest resource version.
+    /// Newest resource version.
     version: u64,
-    /// What is older than this, a watch can't begin at.
+    /// Oldest version at which a watch can begin.
     oldest: u64,
     log: Vec<Change>,
     watches: Vec<Watch>,
@@ -87,13 +87,13 @@ impl Store {
         all.filter(|((collection, ..), object)| selection.has(collection, object)).map(|(_, object)| object)
     }
 
-    /// Every object of a collection.
+    /// Returns every object of a collection.
     pub(super) fn all(&self, collection: &str) -> Vec<Value> {
         let all = self.objects.iter();
         all.filter(|((of, ..), _)| of == collection).map(|(_, object)| object.clone()).collect()
     }
 
-    /// Makes an object.
+    /// Creates an object.
     pub(super) fn create(&mut self, target: &Target, mut object: Value) -> Result<Value, Refusal> {
         let metadata = &object["metadata"];
         if metadata["resourceVersion"].as_str().is_some_and(|version| !version.is_empty()) {
@@ -138,8 +138,8 @@ impl Store {
         Ok(self.write(key, object))
     }
 
-    /// Makes or replaces an object as it stands, its status too: what a test or a controller does.
-    pub(super) fn put(&mut self, target: &Target, object: Value) -> Result<Value, Refusal> {
+    /// Creates or replaces an object completely, including its status, as a test or a controller does.
+    pub(super) fn set(&mut self, target: &Target, object: Value) -> Result<Value, Refusal> {
         if self.get(target).is_err() {
             let status = object["status"].clone();
             let mut object = object;
@@ -237,7 +237,7 @@ impl Store {
         Ok(new)
     }
 
-    /// Deletes an object as `DeleteOptions` say: pods on a node gracefully.
+    /// Deletes an object according to `DeleteOptions`: pods on a node gracefully.
     pub(super) fn delete(&mut self, target: &Target, options: &Value) -> Result<Value, Refusal> {
         let key = Self::key(target)?;
         let mut object = self.get(target)?;
@@ -256,7 +256,8 @@ impl Store {
         if grace == 0 && !finalizers {
             return Ok(self.remove(&key).unwrap_or_default());
         }
-        // A grace period without a deletion is nothing: a real API server takes it away when the pod is made.
+        // A grace period without a deletion has no effect: a real API server removes it when the pod is
+        // created.
         let before = metadata["deletionGracePeriodSeconds"].as_i64();
         let sooner = metadata["deletionTimestamp"].is_null() || before.is_none_or(|before| grace < before);
         if !sooner {
@@ -269,19 +270,20 @@ impl Store {
         Ok(self.write(key, object))
     }
 
-    /// Removes the objects of a collection that a query selects; what was removed.
+    /// Removes the objects of a collection that a query selects; returns them.
     pub(super) fn delete_all(&mut self, target: &Target, query: &BTreeMap<String, String>) -> Value {
         let removed = self.list(target, query);
         for object in removed["items"].as_array().into_iter().flatten() {
             let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
             let one = Target { name: Some(text("name")), namespace: text("namespace"), ..target.clone() };
-            // Selected, it is there.
+            // The object exists, since it was selected.
             let _ = self.delete(&one, &Value::Null);
         }
         removed
     }
 
-    /// Seconds that a pod gets. They may be negative: 1.36 takes any in DeleteOptions, and keeps them so.
+    /// Returns the grace period in seconds. Negative values are valid: 1.36 accepts any value in
+    /// DeleteOptions and keeps it.
     fn grace(&self, target: &Target, object: &Value, options: &Value) -> i64 {
         let ended = ["Succeeded", "Failed"].iter().any(|phase| object["status"]["phase"] == *phase);
         if target.resource() != "pods" || object["spec"]["nodeName"].is_null() || ended {
@@ -319,7 +321,7 @@ impl Store {
 
     // ---- Watches ----
 
-    /// Sends a watch everything since the version that it names, and all that comes. Returns its number.
+    /// Sends a watch all changes since its version, and later ones. Returns its number.
     pub(super) fn watch(
         &mut self,
         target: &Target,
@@ -344,7 +346,7 @@ impl Store {
                 return self.count();
             }
             let later = self.log.iter().filter(|change| change.version > since);
-            first.extend(later.filter_map(|change| told(&selection, change)));
+            first.extend(later.filter_map(|change| event_of(&selection, change)));
         }
         for event in first {
             send(&lines, &event);
@@ -355,7 +357,7 @@ impl Store {
     }
 
     fn publish(&mut self, change: Change) {
-        self.watches.retain(|watch| match told(&watch.selection, &change) {
+        self.watches.retain(|watch| match event_of(&watch.selection, &change) {
             Some(event) => send(&watch.lines, &event),
             None => !watch.lines.is_closed(),
         });
@@ -371,22 +373,22 @@ impl Store {
         event("BOOKMARK", &json!({ "kind": kind(resource), "metadata": metadata }))
     }
 
-    /// Sends a bookmark to every watch of the paths that `chosen` says yes to.
+    /// Sends a bookmark to every watch of paths for which `chosen` returns true.
     pub(super) fn bookmarks(&mut self, chosen: impl Fn(&str) -> bool) {
         for watch in self.watches.iter().filter(|watch| chosen(&watch.path)) {
             send(&watch.lines, &self.bookmark(&watch.selection, false));
         }
     }
 
-    /// Sends bytes as they are.
+    /// Sends raw bytes.
     pub(super) fn say(&mut self, chosen: impl Fn(&str) -> bool, bytes: &[u8]) {
         for watch in self.watches.iter().filter(|watch| chosen(&watch.path)) {
-            // It fails where the other side has gone.
+            // Sending fails if the client has disconnected.
             let _ = watch.lines.send(Ok(Frame::data(Bytes::copy_from_slice(bytes))));
         }
     }
 
-    /// Ends watches in order, or with their connections broken.
+    /// Ends watches regularly, or breaks their connections.
     pub(super) fn cut(&mut self, chosen: impl Fn(&str) -> bool, broken: bool) {
         self.watches.retain(|watch| {
             let cut = chosen(&watch.path);
@@ -397,26 +399,26 @@ impl Store {
         });
     }
 
-    /// Ends one watch: its time is over.
+    /// Ends a watch whose time has expired.
     pub(super) fn end_watch(&mut self, id: u64) {
         self.watches.retain(|watch| watch.id != id);
     }
 
-    /// The paths of the watches that are open.
+    /// Returns the paths of the open watches.
     pub(super) fn watched(&self) -> Vec<String> {
         self.watches.iter().filter(|watch| !watch.lines.is_closed()).map(|watch| watch.path.clone()).collect()
     }
 
-    /// Forgets how things were: a watch can begin only now or later.
+    /// Discards the history: a watch can begin only now or later.
     pub(super) fn compact(&mut self) {
         self.oldest = self.version;
         self.log.clear();
     }
 }
 
-/// The event of a change for whoever sees only what `selection` has: an object that comes into it is new, one
-/// that leaves it is gone.
-fn told(selection: &Selection, change: &Change) -> Option<Value> {
+/// Returns the event of a change for a watch of `selection`: an object that enters the selection is new, one
+/// that leaves it is deleted.
+fn event_of(selection: &Selection, change: &Change) -> Option<Value> {
     let seen = |object: &&Value| selection.has(&change.collection, object);
     let (before, after) = (change.before.as_ref().filter(seen), change.after.as_ref().filter(seen));
     match (before, after) {
@@ -435,19 +437,19 @@ fn event(kind: &str, object: &Value) -> Value {
     json!({ "type": kind, "object": object })
 }
 
-/// False if nobody listens any more.
+/// Sends an event; returns false if the client has disconnected.
 fn send(lines: &Lines, event: &Value) -> bool {
     lines.send(Ok(Frame::data(format!("{event}\n").into()))).is_ok()
 }
 
-/// A time so many seconds from now, as Kubernetes writes it.
+/// Returns a time `later` seconds from now, in Kubernetes' format.
 pub(super) fn now(later: u64) -> String {
     let seconds = i64::try_from(later).unwrap_or(i64::MAX);
     let at = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_secs(seconds));
     at.unwrap_or(jiff::Timestamp::MAX).strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
-/// The kind of a resource's objects.
+/// Returns the kind of a resource's objects.
 fn kind(resource: &str) -> &str {
     const KINDS: &[(&str, &str)] = &[
         ("certificatesigningrequests", "CertificateSigningRequest"),

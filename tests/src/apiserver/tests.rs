@@ -1,4 +1,4 @@
-//! The fake API server, seen through the agent's own client.
+//! Tests of the fake API server, through the agent's own client.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const PODS: &str = "/api/v1/pods";
 
 fn client(api: &FakeApi) -> Client {
     let mut config = kube::Config::new(api.url().parse().unwrap());
-    // Each request is one request here, whatever the answer.
+    // No retries: every request must appear once.
     config.default_retry = false;
     let client = kube::Client::try_from(config).unwrap();
     Client::new(tokio::sync::watch::channel(client).1)
@@ -30,7 +30,7 @@ async fn next(
     watch: &mut (impl Stream<Item = Result<Event, beelet_cluster::client::Error>> + Unpin),
 ) -> Result<Event, beelet_cluster::client::Error> {
     let next = tokio::time::timeout(super::PATIENCE, watch.next()).await;
-    next.expect("no event came").expect("the watch has ended")
+    next.expect("no event arrived").expect("the watch has ended")
 }
 
 fn applied(event: Result<Event, beelet_cluster::client::Error>) -> Value {
@@ -56,14 +56,14 @@ async fn objects_are_made_read_changed_and_listed() {
     assert_eq!(patched["status"]["phase"], "Pending");
     assert_ne!(patched["metadata"]["resourceVersion"], made["metadata"]["resourceVersion"]);
     assert_eq!(patched["metadata"]["generation"], 1);
-    // What changes nothing makes no new version.
+    // A change that changes nothing creates no new version.
     let again = client.patch(&format!("{POD}/status"), Patch::StrategicMerge, &ready).await.unwrap();
     assert_eq!(again, patched);
-    // The status is for the subresource alone.
+    // Only the subresource changes the status.
     let ignored = client.patch(POD, Patch::Merge, &json!({ "status": { "phase": "Failed" } })).await.unwrap();
     assert_eq!(ignored, patched);
 
-    // `made` is old by now.
+    // `made` is outdated now.
     let conflict = client.replace(&format!("{POD}/status"), &made).await.unwrap_err();
     assert!(conflict.is_conflict(), "{conflict}");
     let of_node = |node: &str| format!("{PODS}?fieldSelector=spec.nodeName%3D{node}");
@@ -85,7 +85,7 @@ async fn a_pod_is_deleted_gracefully_and_then_for_good() {
     assert!(other.is_conflict(), "{other}");
     client.delete(POD, Some(&uid)).await.unwrap();
     assert_eq!(api.get(POD), None);
-    // One that no node has goes at once.
+    // A pod without a node is removed immediately.
     api.put(POD, json!({ "spec": {} }));
     api.delete(POD);
     assert_eq!(api.get(POD), None);
@@ -108,7 +108,7 @@ async fn a_watch_follows_goes_on_where_it_was_and_is_told_when_it_is_too_old() {
     api.end_watches(PODS);
     assert!(watch.next().await.is_none());
 
-    // What happens meanwhile is not lost.
+    // Changes made in the meantime are not lost.
     let changed = api.patch(POD, &json!({ "metadata": { "labels": { "a": "b" } } }));
     let mut watch = client.watch(&path(expected)).await.unwrap();
     assert_eq!(applied(next(&mut watch).await), changed);

@@ -1,4 +1,4 @@
-//! Takes the settings of a unit file on and becomes the program that the unit would start: see
+//! Applies the settings of a unit file and executes the program that the unit would start: see
 //! [`beelet_tests::confine`].
 
 fn main() -> anyhow::Result<()> {

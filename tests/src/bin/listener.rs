@@ -1,6 +1,6 @@
-//! A process that listens when told to: kernel tests put it into a cgroup and a network namespace of their
-//! own, and kill it. Commands come on standard input, one a line, each answered by one line; it ends with its
-//! input.
+//! Process that listens on command: kernel tests put it into its own cgroup and network namespace, and kill
+//! it. It reads one command per line from standard input, answers each with one line, and ends at the end of
+//! its input.
 //!
 //! `listener [--cgroup DIR] [--netns FILE] [--inherited FD]`
 //! - `listen ADDRESS:PORT [reuseport] [reuseaddr] [v6only] [defer] [device=NAME] [backlog=N]` → `ok ID PORT
@@ -9,14 +9,15 @@
 //! - `bind ADDRESS:PORT [reuseaddr]` → `ok ID PORT COOKIE` (does not listen yet)
 //! - `listen-bound ID` → `ok ID PORT COOKIE`
 //! - `close ID`, `shutdown ID` → `ok`
-//! - `connect ADDRESS:PORT` → `ok` once a connection was made and closed
-//! - `hold ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection that stays
-//! - `try ADDRESS:PORT` → the same, of one that may never be made
-//! - `send ID` → `ok` once a byte was given to a connection
-//! - `accept ID` → `ok` once a connection was accepted and closed; `serve ID` → `ok`, and from now on every
-//!   one is
-//! - `fd ID` → `ok FD`; `take PID FD` → `ok ID PORT COOKIE` of another process' socket, which both have then
-//! - `exec ID` → `ok ID PORT COOKIE`, once the program has started itself anew with that socket alone
+//! - `connect ADDRESS:PORT` → `ok` after a connection was established and closed
+//! - `hold ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection that stays open
+//! - `try ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection attempt that may never succeed
+//! - `send ID` → `ok` after one byte was sent on a connection
+//! - `accept ID` → `ok` after one connection was accepted and closed; `serve ID` → `ok`, and every later
+//!   connection is accepted and closed
+//! - `fd ID` → `ok FD`; `take PID FD` → `ok ID PORT COOKIE` of another process' socket, which both processes
+//!   then hold
+//! - `exec ID` → `ok ID PORT COOKIE`, after the program has executed itself with only that socket
 
 use anyhow::{Context as _, Result, bail};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
@@ -33,14 +34,15 @@ fn main() -> Result<()> {
         let value = value.with_context(|| format!("{name} needs a value"))?;
         match name.as_str() {
             "--cgroup" => std::fs::write(format!("{value}/cgroup.procs"), std::process::id().to_string())
-                .with_context(|| format!("could not join the cgroup {value}"))?,
+                .with_context(|| format!("cannot join the cgroup {value}"))?,
             "--netns" => {
-                let file = std::fs::File::open(&value).with_context(|| format!("could not open {value}"))?;
+                let file = std::fs::File::open(&value).with_context(|| format!("cannot open {value}"))?;
                 let kind = rustix::thread::LinkNameSpaceType::Network;
                 rustix::thread::move_into_link_name_space(file.as_fd(), Some(kind))?;
             }
             "--inherited" => {
-                // SAFETY: whoever started us left the descriptor open for us, and nobody else has it here.
+                // SAFETY: the starting process left the descriptor open for this one, and nothing else here
+                // owns it.
                 let socket = unsafe { OwnedFd::from_raw_fd(value.parse()?) };
                 println!("ok{}", sockets.keep(socket)?);
             }
@@ -112,7 +114,7 @@ impl Sockets {
             ["try", address] => {
                 let stream = tcp(AddressFamily::INET)?;
                 rustix::io::ioctl_fionbio(&stream, true)?;
-                // Made in the background, or not at all.
+                // Established in the background, or never.
                 let _ = rustix::net::connect(&stream, &address.parse::<SocketAddr>()?);
                 self.keep(stream)
             }
@@ -184,7 +186,7 @@ fn bound(address: SocketAddr, options: &[&str]) -> Result<OwnedFd> {
             "reuseport" => sockopt::set_socket_reuseport(&socket, true)?,
             "reuseaddr" => sockopt::set_socket_reuseaddr(&socket, true)?,
             "v6only" => sockopt::set_ipv6_v6only(&socket, true)?,
-            // How long it waits for data, in seconds: longer than any test.
+            // Time to wait for data, in seconds: longer than any test.
             "defer" => set(&socket, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, &3600_i32.to_ne_bytes())?,
             _ => match option.strip_prefix("device=") {
                 Some(device) => set(&socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, device.as_bytes())?,
@@ -196,13 +198,13 @@ fn bound(address: SocketAddr, options: &[&str]) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// An option that rustix has no name for.
+/// Sets an option that rustix does not provide.
 fn set(socket: &OwnedFd, level: i32, option: i32, value: &[u8]) -> Result<()> {
     let length = libc::socklen_t::try_from(value.len())?;
-    // SAFETY: the descriptor is open, and `value` is so long.
+    // SAFETY: the descriptor is open, and `value` has `length` bytes.
     let set = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, value.as_ptr().cast(), length) };
     if set != 0 {
-        return Err(std::io::Error::last_os_error()).context("could not set a socket's option");
+        return Err(std::io::Error::last_os_error()).context("cannot set a socket option");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The process that loads the machine for kernel tests: see [`beelet_tests::load`].
+//! Process that loads the machine in kernel tests: see [`beelet_tests::load`].
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

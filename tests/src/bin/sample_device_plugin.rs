@@ -1,29 +1,28 @@
-//! A device plugin that does as it is told: v1beta1 over the real sockets, a process of its own. For tests
-//! and the demo.
+//! Device plugin that follows a script: v1beta1 over real sockets, in its own process. For tests and the
+//! demo.
 //!
 //!     sample_device_plugin --dir DEVICE_PLUGINS_DIR [--resource NAME] [--socket NAME] [--registry]
-//!     [--devices LIST]
-//!                          [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER] [--device
-//!                          HOST:CONTAINER] [--cdi NAME] [--env NAME]
+//!                          [--devices LIST] [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER]
+//!                          [--device HOST:CONTAINER] [--cdi NAME] [--env NAME]
 //!
-//! It registers at `kubelet.sock` in the folder, and again whenever that socket is made anew (unless
-//! `--deaf`), as real plugins do; or (`--registry`) waits to be found there. Lines on standard input tell it
-//! what to do from then on; each thing that happens is a line on standard output.
+//! The plugin registers at `kubelet.sock` in the folder, and again whenever that socket is created anew
+//! (unless `--deaf`), like real plugins; with `--registry` it waits there until the agent finds it. Lines on
+//! standard input change its behavior from then on; it prints a line for each event to standard output.
 //!
 //! | line | effect |
 //! | --- | --- |
-//! | `devices a b@1 !c` | lists these; `@` a NUMA node, `!` unhealthy |
+//! | `devices a b@1 !c` | lists these; `@` sets a NUMA node, `!` marks an unhealthy device |
 //! | `many N` | lists N devices |
-//! | `allocate ok`, `allocate fail WHY`, `allocate hang`, `allocate empty` | how it answers from now on |
-//! | `allocate hold`, `allocate hold ID` | answers at `go`; only where it is to allocate that device |
+//! | `allocate ok`, `allocate fail WHY`, `allocate hang`, `allocate empty` | sets the answer to Allocate |
+//! | `allocate hold`, `allocate hold ID` | answers only after `go`; with ID, only for allocations of that device |
 //! | `preferred ok`, `preferred hold`, `prestart ok`, `prestart fail WHY`, `prestart hold` | the same for the other calls |
-//! | `go` | answers what is held |
-//! | `prefer a b` | the devices that it would rather give |
+//! | `go` | answers the held calls |
+//! | `prefer a b` | sets the preferred devices |
 //! | `end` | ends its list |
 //! | `register` | registers again |
-//! | `quit` | removes its socket and ends |
+//! | `quit` | removes its socket and exits |
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a tool of tests: whatever is wrong ends it
+#![allow(clippy::unwrap_used, clippy::panic)] // a test tool: any error ends it
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, Write as _};
@@ -42,7 +41,7 @@ use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
-/// What it was told last.
+/// State set by the last commands.
 #[derive(Clone, Debug, Default)]
 struct Script {
     devices: Vec<api::Device>,
@@ -50,7 +49,7 @@ struct Script {
     preferred: String,
     prestart: String,
     prefer: Vec<String>,
-    /// Counts the lists that were ended, and the answers that were let go.
+    /// Counts of the ended lists and of the `go` commands.
     ended: u64,
     gone: u64,
 }
@@ -69,7 +68,7 @@ struct Arguments {
     nodes: Vec<String>,
     cdi: Vec<String>,
     devices: String,
-    /// The variable that names a container's devices to it.
+    /// Environment variable in which a container finds its devices.
     env: String,
 }
 
@@ -97,16 +96,16 @@ fn arguments() -> Arguments {
             "--deaf" => all.deaf = true,
             "--pre-start" => all.pre_start = true,
             "--preferred" => all.preferred = true,
-            other => panic!("{other} is not known; see the head of this program's source"),
+            other => panic!("unknown argument {other}; see the head of this program's source"),
         }
     }
     all
 }
 
-/// Says what happened.
+/// Prints an event.
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    // Nobody listens any more: then nobody cares.
+    // A failure means that the reader is gone.
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
@@ -137,8 +136,8 @@ impl Plugin {
         }
     }
 
-    /// What it was told last, and a wait for the next `go`.
-    fn told(&self) -> (Script, impl Future<Output = ()> + use<>) {
+    /// Returns the current script, and a future that ends at the next `go`.
+    fn current_script(&self) -> (Script, impl Future<Output = ()> + use<>) {
         let (now, mut script) = (self.script.borrow().clone(), self.script.clone());
         let gone = now.gone;
         (now, async move { drop(script.wait_for(|now| now.gone != gone).await) })
@@ -222,7 +221,7 @@ impl DevicePlugin for Plugin {
         request: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
         let request = request.into_inner().container_requests.into_iter().next().unwrap_or_default();
-        let (script, go) = self.told();
+        let (script, go) = self.current_script();
         say(&format!("preferred {} of {}", request.allocation_size, request.available_device_i_ds.join(" ")));
         if script.preferred == "hold" {
             go.await;
@@ -237,7 +236,7 @@ impl DevicePlugin for Plugin {
     ) -> Result<Response<api::AllocateResponse>, Status> {
         let requests = request.into_inner().container_requests;
         let ids = requests.into_iter().next().unwrap_or_default().devices_ids;
-        let (script, go) = self.told();
+        let (script, go) = self.current_script();
         say(&format!("allocate {}", ids.join(" ")));
         let mut container_responses = vec![self.answer(&ids)];
         match script.allocate.split_once(' ').unwrap_or((&script.allocate, "")) {
@@ -255,7 +254,7 @@ impl DevicePlugin for Plugin {
         &self,
         request: Request<api::PreStartContainerRequest>,
     ) -> Result<Response<api::PreStartContainerResponse>, Status> {
-        let (script, go) = self.told();
+        let (script, go) = self.current_script();
         say(&format!("prestart {}", request.into_inner().devices_ids.join(" ")));
         match script.prestart.split_once(' ').unwrap_or((&script.prestart, "")) {
             ("fail", why) => return Err(Status::unknown(why)),
@@ -266,7 +265,7 @@ impl DevicePlugin for Plugin {
     }
 }
 
-/// What a plugin that waits to be found says.
+/// Registration service of a plugin that waits for the agent to find it.
 struct Found(Arc<Arguments>);
 
 #[tonic::async_trait]
@@ -316,7 +315,7 @@ async fn register(arguments: &Arguments, options: api::DevicePluginOptions) {
     }
 }
 
-/// Follows the lines on standard input until `quit` or their end.
+/// Follows the lines on standard input until `quit` or end of input.
 fn obey(script: &watch::Sender<Script>, register: &mpsc::UnboundedSender<()>) {
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { return };
@@ -344,7 +343,7 @@ fn obey(script: &watch::Sender<Script>, register: &mpsc::UnboundedSender<()>) {
     }
 }
 
-/// Tells when `kubelet.sock` is made anew.
+/// Requests a registration whenever `kubelet.sock` is created anew.
 fn watch_kubelet(dir: PathBuf, register: mpsc::UnboundedSender<()>) {
     let mut inotify = Inotify::init().unwrap();
     inotify.watches().add(dir, WatchMask::CREATE | WatchMask::MOVED_TO).unwrap();
@@ -360,7 +359,7 @@ fn watch_kubelet(dir: PathBuf, register: mpsc::UnboundedSender<()>) {
     });
 }
 
-/// Serves at its socket from now on.
+/// Starts to serve at its socket.
 fn serve(plugin: &Plugin) {
     let path = plugin.arguments.dir.join(&plugin.arguments.socket);
     let _ = std::fs::remove_file(&path);

@@ -1,4 +1,4 @@
-//! Which system calls a unit allows, with which arguments, and the filter that says so to the kernel.
+//! System calls that a unit allows, with their arguments, and the seccomp filter made from them.
 
 use anyhow::{Context as _, Result, bail};
 use seccompiler::{
@@ -8,33 +8,31 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr as _;
 use syscalls::Sysno;
 
-/// What systemd calls `@…`.
+/// Systemd's `@…` groups.
 const GROUPS: &str = include_str!("groups.txt");
 
-/// What a rule asks of one argument: its index, and its value under a mask.
+/// Condition on one argument: its index, mask, and value under the mask.
 pub(super) type Argument = (u8, u32, u32);
 
-/// Calls that are allowed. Each has its ways: with none it is allowed with any arguments, else if one of them
-/// fits.
+/// Allowed calls with their alternatives: a call without alternatives is allowed with any arguments,
+/// otherwise only if one of them matches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Calls {
     allowed: BTreeMap<Sysno, Vec<Vec<Argument>>>,
-    /// Calls whose arguments a filter can't see. systemd answers ENOSYS, so that libraries do without them.
+    /// Calls whose arguments a filter cannot see. Systemd answers ENOSYS, so that libraries avoid them.
     pub(super) absent: BTreeSet<Sysno>,
 }
 
 impl Calls {
-    /// Every call.
+    /// Returns a set of all calls.
     pub(super) fn all() -> Calls {
         Calls { allowed: Sysno::iter().map(|call| (call, Vec::new())).collect(), absent: BTreeSet::new() }
     }
 
-    /// What a `SystemCallFilter=` allows, which is a list of calls and groups.
+    /// Returns the calls that a `SystemCallFilter=` allows, a list of calls and groups.
     pub(super) fn of(filter: &str) -> Result<Calls> {
         if filter.starts_with('~') {
-            bail!(
-                "SystemCallFilter={filter}: a list of what is denied isn't read here; list what is allowed"
-            );
+            bail!("SystemCallFilter={filter}: a deny list is not supported; list the allowed calls");
         }
         let groups = groups();
         let mut allowed = members(&groups, "@default")?;
@@ -44,7 +42,7 @@ impl Calls {
             } else {
                 let call = Sysno::from_str(word);
                 allowed.insert(
-                    call.ok().with_context(|| format!("SystemCallFilter= names {word}, which is no call"))?,
+                    call.ok().with_context(|| format!("SystemCallFilter= has an unknown call {word}"))?,
                 );
             }
         }
@@ -52,7 +50,7 @@ impl Calls {
         Ok(Calls { allowed, absent: BTreeSet::new() })
     }
 
-    /// Takes the calls of a group away.
+    /// Removes the calls of a group.
     pub(super) fn deny_group(&mut self, group: &str) -> Result<()> {
         for call in members(&groups(), group)? {
             self.allowed.remove(&call);
@@ -60,14 +58,14 @@ impl Calls {
         Ok(())
     }
 
-    /// Takes a call away, if this architecture has it.
+    /// Removes a call, if this architecture has it.
     pub(super) fn deny(&mut self, name: &str) {
         if let Ok(call) = Sysno::from_str(name) {
             self.allowed.remove(&call);
         }
     }
 
-    /// A call that is as if the kernel didn't have it.
+    /// Makes a call look missing from the kernel.
     pub(super) fn make_absent(&mut self, name: &str) {
         if let Ok(call) = Sysno::from_str(name) {
             self.allowed.remove(&call);
@@ -75,7 +73,7 @@ impl Calls {
         }
     }
 
-    /// Allows a call only in these ways, if it is allowed at all.
+    /// Restricts an allowed call to these alternatives; other calls stay denied.
     pub(super) fn only(&mut self, name: &str, ways: &[Vec<Argument>]) {
         if let Ok(call) = Sysno::from_str(name)
             && let Some(known) = self.allowed.get_mut(&call)
@@ -90,14 +88,14 @@ impl Calls {
         self.allowed.contains_key(&call)
     }
 
-    /// The filter: what isn't allowed is handed to whoever has the listener.
+    /// Returns the filter, which passes every other call to the owner of the listener.
     pub(super) fn program(&self) -> Result<BpfProgram> {
         let rules = self.allowed.iter().map(|(call, ways)| {
             let rules: Result<Vec<_>> = ways.iter().map(|way| rule(way)).collect();
             Ok((i64::from(call.id()), rules?))
         });
         let rules: Result<BTreeMap<_, _>> = rules.collect();
-        // seccompiler has no action for a listener; RET_TRACE stands in for it, which nothing here wants.
+        // seccompiler has no action for a listener; RET_TRACE, otherwise unused here, is its placeholder.
         let refused = SeccompAction::Trace(0);
         let arch = std::env::consts::ARCH.try_into()?;
         let filter = SeccompFilter::new(rules?, refused.clone(), SeccompAction::Allow, arch)?;
@@ -121,7 +119,7 @@ fn rule(way: &[Argument]) -> Result<SeccompRule> {
     Ok(SeccompRule::new(conditions?)?)
 }
 
-/// The groups' members as they are written: calls and other groups.
+/// Returns the groups with their members as written: calls and other groups.
 fn groups() -> BTreeMap<&'static str, Vec<&'static str>> {
     let lines = GROUPS.lines().filter(|line| !line.starts_with('#'));
     lines
@@ -132,13 +130,12 @@ fn groups() -> BTreeMap<&'static str, Vec<&'static str>> {
         .collect()
 }
 
-/// The calls of a group that this architecture has.
+/// Returns the calls of a group that this architecture has.
 fn members(groups: &BTreeMap<&'static str, Vec<&'static str>>, group: &str) -> Result<BTreeSet<Sysno>> {
     let mut found = BTreeSet::new();
     let (mut seen, mut left) = (BTreeSet::new(), vec![group]);
     while let Some(group) = left.pop() {
-        let members =
-            groups.get(group).with_context(|| format!("systemd has no group {group} of system calls"))?;
+        let members = groups.get(group).with_context(|| format!("unknown system call group {group}"))?;
         for member in members {
             match Sysno::from_str(member) {
                 Ok(call) => drop(found.insert(call)),

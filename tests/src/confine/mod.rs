@@ -1,9 +1,9 @@
-//! A program under the settings of the unit that it is installed with, on a machine without systemd.
+//! Runs a program under the settings of its systemd unit, on a machine without systemd.
 //!
-//! The unit file itself is read, so that the tests never know other settings than the ones that are shipped.
-//! What a unit says and this module doesn't know is an error. A wrapper ([`enter`], `src/bin/confined.rs`)
-//! takes the settings on and becomes the program; the test that started it answers the system calls that the
-//! filter refuses, and knows them by name.
+//! The shipped unit file itself is parsed, so that tests and installations share the same settings. An
+//! unknown setting is an error. A wrapper ([`enter`], `src/bin/confined.rs`) applies the settings and
+//! executes the program; the test that started it answers the system calls that the filter refuses, and
+//! reports them by name.
 
 mod calls;
 mod supervisor;
@@ -27,8 +27,7 @@ use syscalls::Sysno;
 
 use crate::workdir;
 
-/// Settings of a unit that are systemd's own work, or that tests of their own are for. No program can take
-/// them on.
+/// Settings of a unit that only systemd can apply, or that have their own tests.
 const LEFT_TO_SYSTEMD: &[&str] = &[
     "Type",
     "NotifyAccess",
@@ -38,18 +37,18 @@ const LEFT_TO_SYSTEMD: &[&str] = &[
     "WatchdogSec",
     "TimeoutStopSec",
     "KillMode",
-    // Of the unit's cgroup.
+    // Settings of the unit's cgroup.
     "TasksMax",
     "MemoryHigh",
     "MemoryMax",
     "OOMPolicy",
-    // Folders of the machine: a test's program has its own, in the test's folder.
+    // Folders of the machine: a program under test has its own in the test's folder.
     "RuntimeDirectory",
     "RuntimeDirectoryMode",
     "RuntimeDirectoryPreserve",
     "StateDirectory",
     "StateDirectoryMode",
-    // Would hide the test's folder, or the machine's one.
+    // These would hide the test's folder, or a folder of the machine.
     "ProtectHome",
     "PrivateTmp",
     "PrivateDevices",
@@ -58,10 +57,10 @@ const LEFT_TO_SYSTEMD: &[&str] = &[
     "ProtectControlGroups",
 ];
 
-/// Attaches memory to be executed (uapi/linux/shm.h); not in libc for glibc.
+/// Attaches executable shared memory (uapi/linux/shm.h); not in libc for glibc.
 const SHM_EXEC: libc::c_int = 0o100_000;
 
-/// The settings of a unit file that a program can take on.
+/// Settings of a unit file that a program can apply to itself.
 #[derive(Debug, Clone)]
 pub struct Unit {
     umask: Option<Mode>,
@@ -71,7 +70,7 @@ pub struct Unit {
     no_new_privileges: bool,
     deny_write_execute: bool,
     calls: Calls,
-    /// What a refused call answers.
+    /// Error number of refused calls.
     errno: i32,
 }
 
@@ -79,7 +78,7 @@ impl Unit {
     /// Reads a unit file.
     ///
     /// # Errors
-    /// It can't be read, or has a setting that isn't known here.
+    /// The file cannot be read, or contains an unknown setting.
     pub fn read(path: &Path) -> Result<Unit> {
         Unit::parse(&workdir::read(path)?).with_context(|| format!("{}", path.display()))
     }
@@ -96,7 +95,7 @@ impl Unit {
             calls: Calls::all(),
             errno: libc::EPERM,
         };
-        // The list of calls comes first: the other settings take some of it away.
+        // The list of calls is parsed first: other settings remove calls from it.
         let filters: Vec<&str> =
             settings.iter().filter(|(key, _)| key == "SystemCallFilter").map(|(_, value)| &**value).collect();
         if !filters.is_empty() {
@@ -113,7 +112,7 @@ impl Unit {
         match key {
             "SystemCallFilter" => {}
             "SystemCallErrorNumber" if value == "EPERM" => self.errno = libc::EPERM,
-            // The filter ends what makes a call of another architecture.
+            // The filter kills a process that makes a call of another architecture.
             "SystemCallArchitectures" if value == "native" => {}
             "UMask" => self.umask = Some(Mode::from_bits_retain(u32::from_str_radix(value, 8)?)),
             "OOMScoreAdjust" => self.oom_score = Some(value.parse()?),
@@ -122,7 +121,7 @@ impl Unit {
                     value.split_whitespace().map(Capability::from_str).collect();
                 self.capabilities.get_or_insert_default().extend(parsed?);
             }
-            // Root gets none of them by itself.
+            // An empty set: root does not get any of them.
             "AmbientCapabilities" if value.is_empty() => {}
             "NoNewPrivileges" => self.no_new_privileges = yes,
             "MemoryDenyWriteExecute" => self.deny_write_execute = yes,
@@ -135,7 +134,7 @@ impl Unit {
         Ok(())
     }
 
-    /// The settings that are filters of system calls by their arguments (systemd's
+    /// Applies the settings that filter system calls by their arguments (systemd's
     /// src/shared/seccomp-util.c).
     fn restrict(&mut self, key: &str, value: &str, yes: bool) -> Result<()> {
         let calls = &mut self.calls;
@@ -144,7 +143,7 @@ impl Unit {
                 let families: Result<Vec<_>> = value.split_whitespace().map(family).collect();
                 calls.only("socket", &families?);
             }
-            _ if !yes => bail!("only `yes` is known here"),
+            _ if !yes => bail!("only `yes` is supported"),
             "LockPersonality" => calls.only("personality", &[vec![(0, u32::MAX, 0)]]),
             "RestrictRealtime" => {
                 let policies = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE];
@@ -164,12 +163,12 @@ impl Unit {
             "ProtectKernelModules" => calls.deny_group("@module")?,
             "ProtectKernelLogs" => calls.deny("syslog"),
             "ProtectHostname" => ["sethostname", "setdomainname"].iter().for_each(|call| calls.deny(call)),
-            _ => bail!("nothing here takes this setting on: add it, or say why it can't be"),
+            _ => bail!("unknown setting: implement it here, or add it to LEFT_TO_SYSTEMD"),
         }
         Ok(())
     }
 
-    /// What a refused call answers.
+    /// Returns the error number for a refused call.
     fn errno_of(&self, call: Sysno) -> i32 {
         match call {
             Sysno::socket => libc::EAFNOSUPPORT,
@@ -178,26 +177,26 @@ impl Unit {
         }
     }
 
-    /// Takes the settings on, for this process and what it becomes. The filter comes last: the descriptor of
-    /// its listener goes to the other end of standard input, which is a socket.
-    fn take_on(&self, record: bool) -> Result<()> {
+    /// Applies the settings to this process and the program it executes. The filter is last: the descriptor
+    /// of its listener is sent over standard input, which is a socket.
+    fn apply(&self, record: bool) -> Result<()> {
         if let Some(umask) = self.umask {
             rustix::process::umask(umask);
         }
         for (resource, limit) in &self.limits {
-            set_limit(*resource, *limit).with_context(|| format!("could not set the limit {resource:?}"))?;
+            set_limit(*resource, *limit).with_context(|| format!("cannot set the limit {resource:?}"))?;
         }
         if let Some(score) = self.oom_score {
-            // It takes CAP_SYS_RESOURCE, which root of a container may lack.
+            // Needs CAP_SYS_RESOURCE, which root in a container may lack.
             match std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
                 Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
-                    return Err(error).with_context(|| format!("could not set the OOM score {score}"));
+                    return Err(error).with_context(|| format!("cannot set the OOM score {score}"));
                 }
                 _ => {}
             }
         }
         if let Some(kept) = &self.capabilities {
-            // Those that this kernel has, and that nobody took away before.
+            // Only capabilities that this kernel has and that are still in the set.
             let known = caps::read(None, CapSet::Bounding)?;
             for capability in known.into_iter().filter(|one| !kept.contains(one)) {
                 caps::drop(None, CapSet::Bounding, capability)?;
@@ -207,7 +206,7 @@ impl Unit {
         if self.deny_write_execute && !sys::deny_write_execute()? {
             deny_by_filter(&mut calls);
         }
-        // A filter needs it in any case.
+        // Every filter needs this.
         rustix::thread::set_no_new_privs(true)?;
         let listener = sys::filter(&calls.program()?)?;
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -216,13 +215,13 @@ impl Unit {
         buffer.push(SendAncillaryMessage::ScmRights(&descriptors));
         let stdin = rustix::stdio::stdin();
         rustix::net::sendmsg(stdin, &[std::io::IoSlice::new(&[0])], &mut buffer, SendFlags::empty())
-            .context("could not hand the filter's listener over")?;
+            .context("cannot send the filter's listener")?;
         Ok(())
     }
 }
 
-/// Sets a limit; as much of it as is allowed where raising it takes CAP_SYS_RESOURCE, which root of a
-/// container may lack.
+/// Sets a limit. Without CAP_SYS_RESOURCE, which root in a container may lack, a limit can only be raised up
+/// to the current maximum.
 fn set_limit(resource: Resource, limit: Rlimit) -> rustix::io::Result<()> {
     match rustix::process::setrlimit(resource, limit) {
         Err(rustix::io::Errno::PERM) => {
@@ -235,8 +234,8 @@ fn set_limit(resource: Resource, limit: Rlimit) -> rustix::io::Result<()> {
     }
 }
 
-/// What stands in for the kernel's own refusal of memory that is both writable and executable, as systemd has
-/// it (seccomp_memory_deny_write_execute).
+/// Replaces the kernel's own refusal of memory that is both writable and executable by a filter, like systemd
+/// (seccomp_memory_deny_write_execute).
 fn deny_by_filter(calls: &mut Calls) {
     let without = |index: u8, flag: libc::c_int| vec![(index, flag.cast_unsigned(), 0)];
     calls.only("mmap", &[without(2, libc::PROT_EXEC), without(2, libc::PROT_WRITE)]);
@@ -245,7 +244,7 @@ fn deny_by_filter(calls: &mut Calls) {
     calls.only("shmat", &[without(2, SHM_EXEC)]);
 }
 
-/// No file may be made with, or get, the mode bits of set-user-ID and set-group-ID.
+/// Forbids to create or change files with the mode bits set-user-ID and set-group-ID.
 fn restrict_modes(calls: &mut Calls) {
     let plain = |index: u8| vec![(index, libc::S_ISUID | libc::S_ISGID, 0)];
     let by_mode = [
@@ -262,7 +261,7 @@ fn restrict_modes(calls: &mut Calls) {
     for (call, index) in by_mode {
         calls.only(call, &[plain(index)]);
     }
-    // A mode counts only where a file is made. O_TMPFILE has the bit of O_DIRECTORY in it.
+    // The mode counts only if the call creates a file. O_TMPFILE includes the bit of O_DIRECTORY.
     let makes = (libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY)).cast_unsigned();
     for (call, flags) in [("open", 1), ("openat", 2)] {
         calls.only(call, &[vec![(flags, makes, 0)], plain(flags + 1)]);
@@ -270,8 +269,8 @@ fn restrict_modes(calls: &mut Calls) {
     calls.make_absent("openat2");
 }
 
-/// The settings of the section [Service], in their order. A line that ends with a backslash goes on in the
-/// next.
+/// Returns the settings of the section [Service], in order. A backslash at the end of a line continues it on
+/// the next.
 fn settings(text: &str) -> Vec<(String, String)> {
     let joined = text.replace("\\\n", " ");
     let mut in_service = false;
@@ -295,15 +294,15 @@ fn resource(name: &str) -> Result<Resource> {
         "CORE" => Resource::Core,
         "STACK" => Resource::Stack,
         "AS" => Resource::As,
-        _ => bail!("no limit of this name is known here"),
+        _ => bail!("unknown limit"),
     })
 }
 
-/// `soft:hard`, or one for both.
+/// Parses `soft:hard`, or one value for both.
 fn limit(value: &str) -> Result<Rlimit> {
     let one = |text: &str| match text {
         "infinity" => Ok(None),
-        number => number.parse().map(Some).with_context(|| format!("{number} is no number")),
+        number => number.parse().map(Some).with_context(|| format!("{number} is not a number")),
     };
     let (soft, hard) = value.split_once(':').unwrap_or((value, value));
     Ok(Rlimit { current: one(soft)?, maximum: one(hard)? })
@@ -315,55 +314,57 @@ fn family(name: &str) -> Result<Vec<Argument>> {
         "AF_INET" => libc::AF_INET,
         "AF_INET6" => libc::AF_INET6,
         "AF_NETLINK" => libc::AF_NETLINK,
-        _ => bail!("the address family {name} isn't known here"),
+        _ => bail!("unknown address family {name}"),
     };
     Ok(vec![(0, u32::MAX, number.cast_unsigned())])
 }
 
-/// The unit that a program is installed with, and the wrapper that takes it on.
+/// Unit that a program is installed with, and the wrapper that applies it.
 #[derive(Debug, Clone)]
 pub struct Installed {
-    /// The wrapper's binary.
+    /// Path of the wrapper.
     pub wrapper: PathBuf,
-    /// The unit file.
+    /// Path of the unit file.
     pub unit: PathBuf,
 }
 
 impl Installed {
-    /// The unit of that name in packaging/.
+    /// Uses the unit of this name in packaging/.
     pub fn new(wrapper: impl Into<PathBuf>, unit: &str) -> Installed {
         Installed { wrapper: wrapper.into(), unit: workdir::repository().join("packaging").join(unit) }
     }
 
-    /// What starts a program under the unit. Once it has been started, and the command is dropped, there must
-    /// be a supervisor.
+    /// Returns a command that starts a program under the unit. After it was started and dropped, a supervisor
+    /// is needed.
     ///
     /// # Errors
-    /// There are no sockets left.
+    /// No socket pair can be created.
     pub fn command(&self, program: &Path) -> Result<(Command, Handover)> {
-        let (socket, theirs) = UnixStream::pair().context("could not make a pair of sockets")?;
+        let (socket, theirs) = UnixStream::pair().context("cannot create a socket pair")?;
         let mut command = Command::new(&self.wrapper);
         command.arg(&self.unit).arg(program).stdin(Stdio::from(OwnedFd::from(theirs)));
         Ok((command, Handover { unit: self.unit.clone(), socket }))
     }
 }
 
-/// The wrapper: `confined UNIT PROGRAM ARGUMENTS…`. Takes the settings of the unit on and becomes the
-/// program.
+/// Main function of the wrapper, `confined UNIT PROGRAM ARGUMENTS…`: applies the settings of the unit and
+/// executes the program.
 ///
 /// # Errors
-/// A setting can't be taken on, or the program can't be started.
+/// A setting cannot be applied, or the program cannot be started.
 pub fn enter(arguments: &[String]) -> Result<()> {
     use std::os::unix::process::CommandExt as _;
-    let [unit, program, arguments @ ..] = arguments else { bail!("confined UNIT PROGRAM ARGUMENTS…") };
+    let [unit, program, arguments @ ..] = arguments else {
+        bail!("usage: confined UNIT PROGRAM ARGUMENTS…")
+    };
     let record = std::env::var_os(supervisor::RECORD).is_some();
     let unit = Unit::read(Path::new(unit))?;
     let mut command = Command::new(program);
     command.args(arguments).env_remove(supervisor::RECORD);
-    let nothing = std::fs::File::open("/dev/null").context("could not open /dev/null")?;
-    unit.take_on(record)?;
+    let nothing = std::fs::File::open("/dev/null").context("cannot open /dev/null")?;
+    unit.apply(record)?;
     rustix::stdio::dup2_stdin(nothing)?;
-    Err(command.exec()).with_context(|| format!("could not start {program}"))
+    Err(command.exec()).with_context(|| format!("cannot start {program}"))
 }
 
 #[cfg(test)]
@@ -379,7 +380,7 @@ mod tests {
         }
     }
 
-    /// The settings of a shipped unit by this name.
+    /// Returns the settings of a shipped unit by name.
     fn shipped(unit: &str, name: &str) -> Vec<String> {
         let text = std::fs::read_to_string(Installed::new("", unit).unit).unwrap();
         let of_name = settings(&text).into_iter().filter(|(key, _)| key == name);
@@ -392,15 +393,15 @@ mod tests {
         let bounds = ["MemoryHigh", "MemoryMax"].map(|name| shipped("beelet.service", name));
         let [high, max] = bounds.map(|values| <[String; 1]>::try_from(values).map(|[value]| share(&value)));
         let (high, max) = (high.unwrap(), max.unwrap());
-        // A node of 1 GiB runs 110 pods in less than the lower one; one of 8 GiB 5,000 pods.
+        // A node with 1 GiB runs 110 pods within the lower one; one with 8 GiB runs 5,000 pods.
         assert!((15..max).contains(&high) && max <= 50, "{high} % and {max} %");
-        // A program of the unit that is killed for memory must not stop the agent.
+        // A program of the unit killed by the OOM killer must not stop the agent.
         assert_eq!(shipped("beelet.service", "OOMPolicy"), ["continue"]);
         assert_eq!(shipped("beelet-observe.service", "MemoryHigh"), ["192M"]);
         assert_eq!(shipped("beelet-observe.service", "MemoryMax"), ["256M"]);
         let manifest = Installed::new("", "kubernetes/observe.yaml").unit;
         let manifest = std::fs::read_to_string(manifest).unwrap();
-        assert!(manifest.contains("limits: {memory: 256Mi}"), "the DaemonSet has no limit of memory");
+        assert!(manifest.contains("limits: {memory: 256Mi}"), "the DaemonSet has no memory limit");
     }
 
     #[test]

@@ -1,21 +1,20 @@
-//! The system calls that no safe wrapper has: seccomp with a listener, and memory that never becomes
-//! executable.
+//! System calls without a safe wrapper: seccomp with a listener, and the ban on executable memory.
 
 use anyhow::{Context as _, Result};
 use rustix::ioctl::{Updater, ioctl};
 use seccompiler::BpfProgram;
 use std::os::fd::{AsFd, FromRawFd as _, OwnedFd};
 
-/// A call that waits for its verdict.
+/// Call that waits for its verdict.
 pub(super) type Notification = libc::seccomp_notif;
-/// The verdict.
+/// Verdict on a call.
 pub(super) type Verdict = libc::seccomp_notif_resp;
 
-/// Memory of this process and of what it starts is never both writable and executable, nor made executable
-/// later. Returns false if the kernel has no such thing (before 6.3).
+/// Forbids this process and its children memory that is both writable and executable, or made executable
+/// later. Returns false if the kernel does not support this (before 6.3).
 pub(super) fn deny_write_execute() -> Result<bool> {
     let option = libc::c_ulong::from(libc::PR_MDWE_REFUSE_EXEC_GAIN);
-    // SAFETY: takes numbers alone.
+    // SAFETY: all arguments are numbers.
     let set = unsafe { libc::prctl(libc::PR_SET_MDWE, option, 0, 0, 0) };
     match std::io::Error::last_os_error() {
         _ if set == 0 => Ok(true),
@@ -24,8 +23,8 @@ pub(super) fn deny_write_execute() -> Result<bool> {
     }
 }
 
-/// Filters the system calls of this process and of what it becomes. What the program hands to user space
-/// comes by the descriptor.
+/// Filters the system calls of this process and the program it executes. The returned descriptor receives the
+/// calls that the filter passes to user space.
 pub(super) fn filter(program: &BpfProgram) -> Result<OwnedFd> {
     let fprog = libc::sock_fprog {
         len: u16::try_from(program.len()).context("the filter is too long")?,
@@ -44,13 +43,13 @@ pub(super) fn filter(program: &BpfProgram) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(std::io::Error::last_os_error()).context("seccomp(2) refused the filter");
     }
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just created this descriptor for the caller.
     Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd)?) })
 }
 
-/// The next call that waits.
+/// Returns the next waiting call.
 pub(super) fn receive(listener: impl AsFd) -> rustix::io::Result<Notification> {
-    // SAFETY: plain numbers, of which all zeroes is a value; the kernel wants them so.
+    // SAFETY: plain numbers, for which all zeroes is a valid value; the kernel requires zeroes.
     let mut notification: Notification = unsafe { std::mem::zeroed() };
     // SAFETY: the opcode reads and writes a `struct seccomp_notif`, which this is.
     unsafe {
@@ -61,7 +60,7 @@ pub(super) fn receive(listener: impl AsFd) -> rustix::io::Result<Notification> {
     Ok(notification)
 }
 
-/// Lets a call that waits go on, or fail.
+/// Lets a waiting call proceed, or fail.
 pub(super) fn answer(listener: impl AsFd, mut verdict: Verdict) -> rustix::io::Result<()> {
     // SAFETY: the opcode reads a `struct seccomp_notif_resp`, which this is.
     unsafe { ioctl(listener, Updater::<{ libc::SECCOMP_IOCTL_NOTIF_SEND as _ }, Verdict>::new(&mut verdict)) }

@@ -1,4 +1,4 @@
-//! The configuration of a private containerd and of its network.
+//! Configuration of a private containerd and its network.
 
 use super::Names;
 use crate::{guards, images, requires, workdir};
@@ -8,30 +8,30 @@ use serde_json::json;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-/// Private address ranges (RFC 1918) that a network of ours may be in, the first two bytes.
+/// Private address ranges (RFC 1918) for test networks, the first two bytes.
 const RANGES: [[u8; 2]; 4] = [[10, 88], [172, 29], [192, 168], [10, 213]];
 
-/// Writes containerd's and the network's configuration into the instance's folder, and makes the bridge.
+/// Writes the configuration of containerd and the network into the instance's folder, and creates the bridge.
 pub(super) fn write(names: &Names, version: (u32, u32), driver: CgroupDriver) -> Result<()> {
     let systemd = driver == CgroupDriver::Systemd;
     let text = match version {
         (1, 6..) => version_2(names, systemd)?,
         (2, _) => version_3(names, systemd)?,
-        (major, minor) => bail!("containerd {major}.{minor}: this needs 1.6 or newer (CRI v1)"),
+        (major, minor) => bail!("containerd {major}.{minor} is too old; 1.6 or newer (CRI v1) is required"),
     };
     workdir::write(&names.dir.join("config.toml"), text)?;
     let cdi = names.cdi_dir();
-    std::fs::create_dir_all(&cdi).with_context(|| format!("could not make {}", cdi.display()))?;
+    std::fs::create_dir_all(&cdi).with_context(|| format!("cannot create {}", cdi.display()))?;
     network(names)
 }
 
-/// A string as a TOML value. JSON's strings are TOML's basic strings.
+/// Formats a string as a TOML value. JSON's strings are TOML's basic strings.
 fn quoted(path: impl AsRef<Path>) -> String {
     json!(path.as_ref()).to_string()
 }
 
-/// What both versions of the format share. The plugins turned off want folders of the machine's (/opt) or
-/// storage that is not there.
+/// Returns the settings shared by both format versions. The disabled plugins need folders of the machine
+/// (/opt) or storage that does not exist.
 fn head(names: &Names, format: u32, disabled: &[&str]) -> String {
     let dir = &names.dir;
     format!(
@@ -103,8 +103,8 @@ fn cni_bin_dir() -> Result<std::path::PathBuf> {
     requires::cni_bin_dir().context("no CNI plugins are installed: `cargo xtask setup --for demo`")
 }
 
-/// A bridge with an address of its own, and a network of pods on it. The host reaches the pods and they reach
-/// the host; there is no route further and no masquerading, so nothing of the machine's forwarding changes.
+/// Creates a bridge with its own address, and a pod network on it. Host and pods reach each other; there are
+/// no further routes and no masquerading, so the machine's forwarding stays unchanged.
 fn network(names: &Names) -> Result<()> {
     let [first, second, third] = free_subnet(&routes()?, &names.id)?;
     let prefix = format!("{first}.{second}.{third}");
@@ -135,16 +135,16 @@ fn network(names: &Names) -> Result<()> {
     workdir::write(&names.dir.join("net.d/10-beelet.conflist"), network.to_string())
 }
 
-/// A route of the machine: network and mask.
+/// Route of the machine: network and mask.
 type Route = (Ipv4Addr, Ipv4Addr);
 
-/// The machine's IPv4 routes but the default one.
+/// Returns the machine's IPv4 routes without the default route.
 fn routes() -> Result<Vec<Route>> {
     Ok(parse_routes(&workdir::read(Path::new("/proc/net/route"))?))
 }
 
-/// /proc/net/route: the second and eighth column are the network and the mask, in hexadecimal as the memory
-/// has them.
+/// Parses /proc/net/route: the second and eighth column are network and mask, hexadecimal, in memory byte
+/// order.
 fn parse_routes(text: &str) -> Vec<Route> {
     let address = |column: &str| Some(Ipv4Addr::from(u32::from_str_radix(column, 16).ok()?.to_le_bytes()));
     let all = text.lines().skip(1).filter_map(|line| {
@@ -154,8 +154,8 @@ fn parse_routes(text: &str) -> Vec<Route> {
     all.filter(|(_, mask)| !mask.is_unspecified()).collect()
 }
 
-/// The first three bytes of a /22 (room for a thousand pods) that no route of the machine touches. `id`
-/// spreads the choices of instances that start at the same time.
+/// Returns the first three bytes of a /22 (room for a thousand pods) without overlap with the machine's
+/// routes. `id` spreads the choices of instances that start at the same time.
 fn free_subnet(routes: &[Route], id: &str) -> Result<[u8; 3]> {
     let start = u8::from_str_radix(id.get(..2).unwrap_or_default(), 16).unwrap_or(0);
     for [first, second] in RANGES {

@@ -1,14 +1,14 @@
-//! A containerd of a test's own: its root, state, socket, network and cgroups under one folder and one name,
-//! beside whatever else runs on the machine. It never touches the machine's own containerd.
+//! Private containerd of a test: root, state, socket, network and cgroups have their own folder and name,
+//! separate from everything else on the machine. The machine's own containerd stays untouched.
 //!
-//! Dropped, it is taken down without asking it for anything ([`teardown`]): containers and shims killed by
-//! pid, mounts and network namespaces gone (they are kept under its own folder), bridge and cgroups removed.
-//! The same takes down what a killed test left behind, before the next instance starts in the same place.
+//! Dropping it takes it down without its cooperation ([`teardown`]): containers and shims are killed by pid,
+//! mounts and network namespaces (in its own folder) are removed, as are bridge and cgroups. The same removes
+//! the remains of a killed test before the next instance starts in the same place.
 
 mod config;
 mod teardown;
 
-pub(crate) use teardown::says_it_is_gone;
+pub(crate) use teardown::is_logged_as_gone;
 pub use teardown::{Leftovers, teardown};
 pub(crate) use teardown::{MARKER, keep_logs, write_pid};
 
@@ -28,15 +28,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// A unix socket's address holds 108 bytes with the final zero, and containerd adds `.ttrpc` to one of ours.
+/// The address of a unix socket has 108 bytes including the final zero, and containerd adds `.ttrpc` to one
+/// of the sockets.
 const SOCKET_PATH_MAX: usize = 107 - ".ttrpc".len();
 
-/// The two services of the container runtime interface.
+/// Both services of the container runtime interface.
 #[derive(Debug, Clone)]
 pub struct Cri {
-    /// Sandboxes and containers.
+    /// Service for sandboxes and containers.
     pub runtime: RuntimeServiceClient<Channel>,
-    /// Images.
+    /// Service for images.
     pub images: ImageServiceClient<Channel>,
 }
 
@@ -51,32 +52,32 @@ impl Cri {
     }
 }
 
-/// A gRPC channel over a unix socket.
+/// Opens a gRPC channel over a unix socket.
 pub async fn connect(socket: &Path) -> Result<Channel> {
     let path = socket.to_path_buf();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
     });
-    // The address is never looked at: the connector knows the socket.
+    // The address is unused: the connector knows the socket.
     Endpoint::from_static("http://localhost")
         .connect_with_connector(connector)
         .await
-        .with_context(|| format!("could not connect to {}", socket.display()))
+        .with_context(|| format!("cannot connect to {}", socket.display()))
 }
 
-/// Runs `future` on a thread of its own, so that it works inside and outside an async test alike.
+/// Runs `future` on its own thread, so that this works both inside and outside an async test.
 pub fn block_on<T: Send>(future: impl Future<Output = Result<T>> + Send) -> Result<T> {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        runtime.context("could not start an async runtime")?.block_on(future)
+        runtime.context("cannot start an async runtime")?.block_on(future)
     };
     std::thread::scope(|scope| {
         scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
 
-/// What of an instance's is outside its folder is found by names made of the folder's path.
+/// Names of an instance's objects outside its folder, derived from the folder's path.
 #[derive(Debug, Clone)]
 pub(crate) struct Names {
     dir: PathBuf,
@@ -97,7 +98,7 @@ impl Names {
         self.dir.join("cdi")
     }
 
-    /// An interface's name holds 15 characters.
+    /// An interface name has at most 15 characters.
     pub(crate) fn bridge(&self) -> String {
         format!("bee{}", self.id)
     }
@@ -111,17 +112,17 @@ impl Names {
     }
 }
 
-/// A containerd that hangs as long as the value lives.
+/// Handle of a hanging containerd: dropping it lets containerd continue.
 #[derive(Debug)]
 pub struct Hanging(Pid);
 
 impl Drop for Hanging {
     fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::CONT); // it may be gone
+        let _ = kill_process(self.0, Signal::CONT); // the process may have ended
     }
 }
 
-/// A running private containerd.
+/// Running private containerd.
 #[derive(Debug)]
 pub struct Containerd {
     names: Names,
@@ -130,26 +131,27 @@ pub struct Containerd {
     child: Option<guards::Process>,
     cgroup: CgroupRoot,
     keep: bool,
-    /// Held as long as it runs: one instance a parent folder at a time.
+    /// Held while it runs: one instance per parent folder at a time.
     _lock: std::fs::File,
 }
 
 impl Containerd {
-    /// Starts one in a folder of its own under the target folder, with the standard images, for a test. Waits
-    /// for the test that has one now, in any process.
+    /// Starts an instance for a test in its own folder under the target folder, with the standard images.
+    /// Waits until no other test, in any process, has one.
     pub fn start_for_test() -> Result<Containerd> {
         Containerd::start(&workdir::target_dir().join("e2e").join(workdir::unique("node")))
     }
 
-    /// The same with the containerd 2 that `CONTAINERD` names: see [`requires::containerd_2`].
+    /// Like [`Containerd::start_for_test`], with the containerd 2 that `CONTAINERD` names: see
+    /// [`requires::containerd_2`].
     pub fn start_version_2_for_test() -> Result<Containerd> {
         let dir = workdir::target_dir().join("e2e").join(workdir::unique("node"));
         Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??)
     }
 
-    /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's,
-    /// else the one that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is
-    /// there already is taken down first.
+    /// Starts an instance with the standard images in `dir`, which becomes its own. The binary is the
+    /// machine's, or else the one that `CONTAINERD` names. Only one at a time runs in the folders of one
+    /// parent; an existing one is taken down first.
     pub fn start(dir: &Path) -> Result<Containerd> {
         let binary = match requires::find_program("containerd") {
             Some(installed) => installed,
@@ -160,21 +162,21 @@ impl Containerd {
 
     fn start_binary(dir: &Path, binary: PathBuf) -> Result<Containerd> {
         let parent = dir.parent().context("the folder of a containerd must have a parent")?;
-        std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
+        std::fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
         let lock = lock(parent)?;
         sweep(parent)?;
-        std::fs::create_dir_all(dir).with_context(|| format!("could not make {}", dir.display()))?;
-        let dir = dir.canonicalize().with_context(|| format!("could not resolve {}", dir.display()))?;
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let dir = dir.canonicalize().with_context(|| format!("cannot resolve {}", dir.display()))?;
         let names = Names::of(&dir);
         if names.socket().as_os_str().len() > SOCKET_PATH_MAX {
             bail!(
-                "{} is too long for a unix socket (at most {SOCKET_PATH_MAX} characters): check the project out \
-                 nearer to the root, or set CARGO_TARGET_DIR",
+                "{} is too long for a unix socket (at most {SOCKET_PATH_MAX} characters): move the checkout \
+                 closer to the root, or set CARGO_TARGET_DIR",
                 names.socket().display()
             );
         }
         let version = version_of(&binary)?;
-        // Made before the first thing that has to be taken down again.
+        // Written before the first object that needs a teardown.
         workdir::write(&dir.join(MARKER), "")?;
         let cgroup = CgroupRoot::of_driver(&names.cgroup(), chosen_driver()?)?;
         let mut containerd =
@@ -187,113 +189,113 @@ impl Containerd {
         Ok(containerd)
     }
 
-    /// The folder that everything of it is in.
+    /// Returns its folder, which contains all its files.
     pub fn dir(&self) -> &Path {
         &self.names.dir
     }
 
-    /// The folder in which a containerd 2 finds specifications of CDI devices; an older one here looks for
-    /// none.
+    /// Returns the folder where a containerd 2 finds specifications of CDI devices; older versions are
+    /// configured without one here.
     pub fn cdi_dir(&self) -> PathBuf {
         self.names.cdi_dir()
     }
 
-    /// The socket that CRI is served on.
+    /// Returns its CRI socket.
     pub fn socket(&self) -> PathBuf {
         self.names.socket()
     }
 
-    /// The socket as a `containerRuntimeEndpoint`.
+    /// Returns the socket as a `containerRuntimeEndpoint`.
     pub fn endpoint(&self) -> String {
         format!("unix://{}", self.socket().display())
     }
 
-    /// Each shim and each process that one started, with the pod and the container that it is for.
+    /// Returns its shims and their child processes, with the pod and container of each.
     pub fn shims(&self) -> Vec<String> {
         teardown::shims(&self.names)
     }
 
-    /// The pods and containers whose ids are in a text (a path, a command), in words; empty if there are
+    /// Describes the pods and containers whose ids are in a text (a path, a command); empty if there are
     /// none.
     pub fn whose(&self, text: &str) -> String {
         teardown::whose(self.dir(), text)
     }
 
-    /// What it has printed so far.
+    /// Returns its output so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("containerd.log")).unwrap_or_default()
     }
 
-    /// The bridge that its pods' networks hang on.
+    /// Returns the bridge of its pod network.
     pub fn bridge(&self) -> String {
         self.names.bridge()
     }
 
-    /// The cgroup, in every hierarchy, that the agent is to put its pods under.
+    /// Returns the cgroup, in every hierarchy, under which the agent creates its pods.
     pub fn cgroup(&self) -> &CgroupRoot {
         &self.cgroup
     }
 
-    /// Major and minor version.
+    /// Returns the major and minor version.
     pub fn version(&self) -> (u32, u32) {
         self.version
     }
 
-    /// Returns true if the process runs.
+    /// Returns true if the process is running.
     pub fn is_running(&self) -> bool {
         self.child.is_some()
     }
 
-    /// The process's id, if it runs.
+    /// Returns the process id, if it is running.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(|child| child.0.id())
     }
 
-    /// The clients of its two services.
+    /// Returns clients of its two services.
     pub async fn cri(&self) -> Result<Cri> {
         Cri::connect(&self.socket()).await
     }
 
-    /// Tells it to stop, and waits; containers keep running.
+    /// Stops it with SIGTERM and waits; containers keep running.
     pub fn stop(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         let pid = Pid::from_child(&child.0);
-        kill_process(pid, Signal::TERM).context("could not stop containerd")?;
+        kill_process(pid, Signal::TERM).context("cannot stop containerd")?;
         wait_for("containerd to stop", PATIENCE, || match child.0.try_wait() {
             Ok(Some(_)) => Ok(()),
-            Ok(None) => Err("it still runs".to_owned()),
+            Ok(None) => Err("it is still running".to_owned()),
             Err(error) => Err(error.to_string()),
         })
     }
 
-    /// Makes it hang, as a debugger would (SIGSTOP): its socket still takes connections, and nobody answers
-    /// on them. It goes on when the value is dropped.
+    /// Makes it hang like a debugger (SIGSTOP): its socket still accepts connections, without answers.
+    /// Dropping the returned value lets it continue.
     pub fn hang(&self) -> Result<Hanging> {
         let pid = self.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
-        let pid = pid.context("containerd does not run")?;
-        kill_process(pid, Signal::STOP).context("could not stop containerd")?;
+        let pid = pid.context("containerd is not running")?;
+        kill_process(pid, Signal::STOP).context("cannot stop containerd")?;
         Ok(Hanging(pid))
     }
 
-    /// Kills it at once; containers keep running.
+    /// Kills it immediately; containers keep running.
     pub fn kill9(&mut self) {
-        self.child = None; // dropping a guarded process kills it and waits
+        self.child = None; // dropping the process kills it and waits
     }
 
-    /// What the machine's reboot does to it, the agent being dead: it, all shims and containers are killed,
-    /// and mounts, network namespaces, cgroups and state folders are gone. What lies on disk stays.
-    /// [`Containerd::resume`] starts it again.
+    /// Simulates a reboot of the machine while the agent is not running: containerd, all shims and containers
+    /// are killed, and mounts, network namespaces, cgroups and state folders are removed. The files on disk
+    /// stay. [`Containerd::resume`] starts it again.
     pub fn reboot(&mut self) -> Result<()> {
         self.kill9();
         teardown::lose_memory(&self.names)?;
         self.cgroup.clear()
     }
 
-    /// The addresses that its network plugin has given away.
+    /// Returns the addresses that its network plugin has allocated.
     pub fn leases(&self) -> Vec<std::net::IpAddr> {
         let dir = self.dir().join("ipam").join(self.names.network());
         let names = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
-        // Beside the leases there are a lock and the last address given.
+        // The folder also contains a lock and the last allocated address.
         let mut leases: Vec<_> =
             names.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok()).collect();
         leases.sort();
@@ -314,14 +316,14 @@ impl Containerd {
         let child = Command::new(&self.binary)
             .arg("--config")
             .arg(self.dir().join("config.toml"))
-            .env("PATH", std::env::join_paths(path)?) // its shim is beside it
+            .env("PATH", std::env::join_paths(path)?) // its shim is in the same folder
             .env_remove("NOTIFY_SOCKET")
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
-            .process_group(0) // Ctrl-C at the demo's terminal is for the demo alone
+            .process_group(0) // Ctrl-C in the demo's terminal only stops the demo
             .spawn()
-            .with_context(|| format!("could not start {}", self.binary.display()))?;
+            .with_context(|| format!("cannot start {}", self.binary.display()))?;
         write_pid(self.dir(), "containerd", child.id())?;
         self.child = Some(guards::Process(child));
         self.wait_until_ready()
@@ -333,18 +335,18 @@ impl Containerd {
         self.resume()
     }
 
-    /// Makes an image known to it.
+    /// Imports an image.
     pub fn import(&self, image: &ImageTar) -> Result<()> {
         let output = self
             .ctr()
             .args(["--namespace", "k8s.io", "images", "import"])
             .arg(&image.path)
             .output()
-            .context("could not start ctr")?;
+            .context("cannot start ctr")?;
         if !output.status.success() {
-            bail!("importing {} failed: {}", image.name, String::from_utf8_lossy(&output.stderr).trim());
+            bail!("cannot import {}: {}", image.name, String::from_utf8_lossy(&output.stderr).trim());
         }
-        // The CRI side learns of it by an event.
+        // An event informs the CRI plugin of it.
         wait_for(&format!("the image {}", image.name), PATIENCE, || {
             let (socket, name) = (self.socket(), image.name.clone());
             block_on(async move {
@@ -356,7 +358,7 @@ impl Containerd {
         })
     }
 
-    /// `ctr`, pointed at this instance.
+    /// Returns a `ctr` command for this instance.
     pub fn ctr(&self) -> Command {
         let beside = self.binary.with_file_name("ctr");
         let ctr = if beside.exists() { Some(beside) } else { requires::find_program("ctr") };
@@ -365,7 +367,7 @@ impl Containerd {
         command
     }
 
-    /// Leaves it running when the value is dropped; [`teardown`] takes it down later.
+    /// Keeps it running when the value is dropped; [`teardown`] takes it down later.
     pub fn keep(&mut self) {
         self.keep = true;
         self.cgroup.keep();
@@ -374,7 +376,7 @@ impl Containerd {
     fn open_log(&self) -> Result<std::fs::File> {
         let path = self.dir().join("containerd.log");
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(&path);
-        opened.with_context(|| format!("could not open {}", path.display()))
+        opened.with_context(|| format!("cannot open {}", path.display()))
     }
 
     fn wait_until_ready(&mut self) -> Result<()> {
@@ -402,9 +404,9 @@ impl Containerd {
         };
         self.child = None;
         let log = self.log();
-        let telling: Vec<&str> = log.lines().filter(|line| !line.contains("level=info")).collect();
+        let relevant: Vec<&str> = log.lines().filter(|line| !line.contains("level=info")).collect();
         keep_logs(self.dir());
-        bail!("containerd did not start: {failure}. From its log:\n{}", telling.join("\n"))
+        bail!("containerd did not start: {failure}. From its log:\n{}", relevant.join("\n"))
     }
 }
 
@@ -412,7 +414,7 @@ impl Drop for Containerd {
     fn drop(&mut self) {
         if self.keep {
             if let Some(child) = self.child.take() {
-                std::mem::forget(child); // it is to outlive us
+                std::mem::forget(child); // outlives this process
             }
             return;
         }
@@ -421,22 +423,22 @@ impl Drop for Containerd {
         }
         self.child = None;
         if let Err(error) = teardown(self.dir()) {
-            eprintln!("could not take down the containerd in {}: {error:#}", self.dir().display());
+            eprintln!("cannot take down the containerd in {}: {error:#}", self.dir().display());
         }
     }
 }
 
-/// One instance at a time in the folders of `parent`: waits for the one there is.
+/// Locks the folders of `parent`, for one instance at a time: waits while another process has the lock.
 pub(crate) fn lock(parent: &Path) -> Result<std::fs::File> {
     let path = parent.join("lock");
-    let file = std::fs::File::create(&path).with_context(|| format!("could not open {}", path.display()))?;
-    file.lock().with_context(|| format!("could not lock {}", path.display()))?;
+    let file = std::fs::File::create(&path).with_context(|| format!("cannot open {}", path.display()))?;
+    file.lock().with_context(|| format!("cannot lock {}", path.display()))?;
     Ok(file)
 }
 
-/// Takes down what killed tests left in the folders of `parent`, whose lock is held.
+/// Takes down the remains of killed tests in the folders of `parent`, whose lock is held.
 pub(crate) fn sweep(parent: &Path) -> Result<()> {
-    for entry in std::fs::read_dir(parent).with_context(|| format!("could not list {}", parent.display()))? {
+    for entry in std::fs::read_dir(parent).with_context(|| format!("cannot list {}", parent.display()))? {
         let dir = entry?.path();
         if dir.join(MARKER).exists() {
             teardown(&dir)?;
@@ -445,18 +447,19 @@ pub(crate) fn sweep(parent: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The binary that `CONTAINERD` names, if it names one.
+/// Returns the binary that `CONTAINERD` names, if set.
 pub(crate) fn given() -> Option<Result<PathBuf>> {
     let path = PathBuf::from(std::env::var_os("CONTAINERD")?);
-    Some(path.canonicalize().with_context(|| format!("CONTAINERD={} is not there", path.display())))
+    Some(path.canonicalize().with_context(|| format!("cannot find CONTAINERD={}", path.display())))
 }
 
-/// Major and minor version, from `containerd github.com/containerd/containerd v1.6.20 …`.
+/// Returns the major and minor version, from `containerd github.com/containerd/containerd v1.6.20 …`.
 pub(crate) fn version_of(binary: &Path) -> Result<(u32, u32)> {
     let output = Command::new(binary).arg("--version").output();
-    let output = output.with_context(|| format!("could not start {}", binary.display()))?;
+    let output = output.with_context(|| format!("cannot start {}", binary.display()))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    parse_version(&text).with_context(|| format!("`{} --version` says: {text}", binary.display()))
+    parse_version(&text)
+        .with_context(|| format!("cannot parse the output of `{} --version`: {text}", binary.display()))
 }
 
 fn parse_version(text: &str) -> Option<(u32, u32)> {

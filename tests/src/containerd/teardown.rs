@@ -1,4 +1,4 @@
-//! Takes down an instance from its folder alone: after a test, after a killed test, after `demo --keep`.
+//! Takes down an instance, knowing only its folder: after a test, after a killed test, after `demo --keep`.
 
 use super::Names;
 use crate::guards::{self, CONTAINER_ID, CgroupRoot, chosen_driver};
@@ -9,31 +9,31 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// A file that says: this folder is an instance's.
+/// File that marks a folder as an instance's.
 pub(crate) const MARKER: &str = "beelet-test-instance";
 
-/// Where libcni keeps the results of its calls, for all networks of the machine.
+/// Folder of libcni's cached results, for all networks of the machine.
 const CNI_CACHE: &str = "/var/lib/cni/results";
 
-/// How long killed processes may take to go.
+/// Most time for killed processes to end.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Writes down a process that belongs to the instance, so that [`teardown`] ends it: its pid and its start
-/// time, which tells it from a later process with the same pid.
+/// Records a process of the instance, so that [`teardown`] ends it: its pid and its start time, which
+/// distinguishes it from a later process with the same pid.
 pub(crate) fn write_pid(dir: &Path, name: &str, pid: u32) -> Result<()> {
     let started = start_time(pid).with_context(|| format!("{name} ended at once"))?;
     workdir::write(&dir.join(format!("{name}.pid")), format!("{pid} {started}\n"))
 }
 
-/// A process's start time in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
+/// Returns the start time of a process in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
 fn start_time(pid: u32) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let after_name = stat.rsplit_once(") ")?.1;
     after_name.split(' ').nth(19).map(ToOwned::to_owned)
 }
 
-/// Ends every process of the instance in `dir`, unmounts what it mounted, removes its network and its
-/// cgroups, and then the folder. Asks no process for anything. Harmless where there is nothing.
+/// Ends every process of the instance in `dir`, unmounts its mounts, and removes its network, its cgroups,
+/// and then the folder. Needs no cooperation of any process. Has no effect if there is no instance.
 pub fn teardown(dir: &Path) -> Result<()> {
     let names = Names::of(dir);
     end_written_down(dir)?;
@@ -41,7 +41,7 @@ pub fn teardown(dir: &Path) -> Result<()> {
     for socket in shim_sockets(dir) {
         let _ = std::fs::remove_file(socket); // the shim may have removed it itself
     }
-    // Network namespaces go with their mounts, and take their ends of the veth pairs along.
+    // Network namespaces are removed with their mounts, and their veth pairs with them.
     guards::unmount_below(dir)?;
     if bridge_exists(&names) {
         guards::ip(&["link", "del", &names.bridge()])?;
@@ -50,18 +50,17 @@ pub fn teardown(dir: &Path) -> Result<()> {
         let _ = std::fs::remove_file(file); // only a cache
     }
     CgroupRoot::existing(&names.cgroup(), chosen_driver()?)?.remove()?;
-    // Not by the standard library, which goes down by recursion: a container may have made a tree of any
-    // depth.
-    let removed = Command::new("rm").arg("-rf").arg("--").arg(dir).output().context("could not start rm")?;
+    // `rm` instead of the standard library, which recurses: a container may have created a tree of any depth.
+    let removed = Command::new("rm").arg("-rf").arg("--").arg(dir).output().context("cannot start rm")?;
     if !removed.status.success() {
-        bail!("could not remove {}: {}", dir.display(), String::from_utf8_lossy(&removed.stderr).trim());
+        bail!("cannot remove {}: {}", dir.display(), String::from_utf8_lossy(&removed.stderr).trim());
     }
     Ok(())
 }
 
-/// Takes away what of an instance's a reboot of the machine would take: processes, mounts, network
-/// namespaces, and the folders that lie in memory on a real machine. The disk stays: images, containers'
-/// records, the network plugins' leases.
+/// Removes the parts of an instance that a reboot of the machine would remove: processes, mounts, network
+/// namespaces, and the folders that are in memory on a real machine. The disk stays: images, container
+/// records, leases of the network plugins.
 pub(super) fn lose_memory(names: &Names) -> Result<()> {
     kill_shims(names)?;
     for socket in shim_sockets(&names.dir) {
@@ -71,7 +70,7 @@ pub(super) fn lose_memory(names: &Names) -> Result<()> {
     for dir in ["state", "runc"].map(|name| names.dir.join(name)) {
         match std::fs::remove_dir_all(&dir) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(error).with_context(|| format!("could not remove {}", dir.display()));
+                return Err(error).with_context(|| format!("cannot remove {}", dir.display()));
             }
             _ => {}
         }
@@ -79,12 +78,12 @@ pub(super) fn lose_memory(names: &Names) -> Result<()> {
     Ok(())
 }
 
-/// What is on the machine of the instance that was in `dir`.
+/// Remains of an instance on the machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Leftovers(pub Vec<String>);
 
 impl Leftovers {
-    /// Looks for everything that [`teardown`] removes, and for the instance's network namespaces.
+    /// Finds all objects that [`teardown`] removes, and the instance's network namespaces.
     pub fn of(dir: &Path) -> Result<Leftovers> {
         let names = Names::of(dir);
         let mut found = Vec::new();
@@ -108,7 +107,7 @@ impl Leftovers {
     }
 }
 
-/// Copies the logs of the instance in `dir` to where they outlive it, and says where.
+/// Copies the logs of the instance in `dir` to a permanent folder, and prints their paths.
 pub(crate) fn keep_logs(dir: &Path) {
     let Some(name) = dir.file_name() else { return };
     let kept = workdir::target_dir().join("test-logs").join(name);
@@ -119,19 +118,19 @@ pub(crate) fn keep_logs(dir: &Path) {
             .and_then(|()| std::fs::copy(entry.path(), kept.join(entry.file_name())).map(drop));
         match copied {
             Ok(()) => eprintln!("log kept: {}", kept.join(entry.file_name()).display()),
-            Err(error) => eprintln!("could not keep the log {}: {error}", entry.path().display()),
+            Err(error) => eprintln!("cannot keep the log {}: {error}", entry.path().display()),
         }
     }
 }
 
-/// A process of the machine.
+/// Process of the machine.
 struct Running {
     pid: i32,
     parent: i32,
     command: Vec<String>,
 }
 
-/// Every process of the machine.
+/// Returns all processes of the machine.
 fn processes() -> Vec<Running> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
@@ -139,7 +138,7 @@ fn processes() -> Vec<Running> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let mut after_name = stat.rsplit_once(") ")?.1.split(' ');
         if after_name.next()? == "Z" {
-            return None; // dead: only its parent can end it
+            return None; // a zombie: only its parent can reap it
         }
         let parent = after_name.next()?.parse().ok()?;
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
@@ -150,7 +149,7 @@ fn processes() -> Vec<Running> {
     .collect()
 }
 
-/// Ends the processes that were written down, if they are still the same ones.
+/// Ends the recorded processes that still exist.
 fn end_written_down(dir: &Path) -> Result<()> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
     for entry in entries.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "pid"))
@@ -163,17 +162,17 @@ fn end_written_down(dir: &Path) -> Result<()> {
             && let Some(process) = i32::try_from(pid).ok().and_then(Pid::from_raw)
         {
             rustix::process::kill_process(process, Signal::KILL)
-                .with_context(|| format!("could not kill {} ({pid})", entry.path().display()))?;
+                .with_context(|| format!("cannot kill {} ({pid})", entry.path().display()))?;
             wait_regardless("a killed process to end", PATIENCE, || {
                 let gone = !same() || processes().iter().all(|running| running.pid.unsigned_abs() != pid);
-                if gone { Ok(()) } else { Err(format!("process {pid} is still there")) }
+                if gone { Ok(()) } else { Err(format!("process {pid} still exists")) }
             })?;
         }
     }
     Ok(())
 }
 
-/// The shims that serve this instance's socket, and their children, the containers' first processes.
+/// Returns the shims of this instance's socket, and their children, the containers' first processes.
 fn processes_of(names: &Names) -> Vec<Running> {
     let socket = names.socket().display().to_string();
     let all = processes();
@@ -187,8 +186,7 @@ fn processes_of(names: &Names) -> Vec<Running> {
         .collect()
 }
 
-/// Each shim of the instance and each process that one started, with the pod and the container that it is
-/// for.
+/// Describes the shims of the instance and their child processes, with the pod and container of each.
 pub(super) fn shims(names: &Names) -> Vec<String> {
     let running = processes_of(names);
     let id_of = |pid: i32| {
@@ -196,78 +194,78 @@ pub(super) fn shims(names: &Names) -> Vec<String> {
         let at = shim.command.iter().position(|word| word == "-id")?;
         shim.command.get(at + 1)
     };
-    let told = running.iter().map(|process| {
+    let lines = running.iter().map(|process| {
         let id = id_of(process.pid).or_else(|| id_of(process.parent));
         let whose = id.map(|id| format!(" for {id}{}", whose(&names.dir, id))).unwrap_or_default();
         format!("{} ({}){whose}", process.pid, process.command.first().map_or("", String::as_str))
     });
-    told.collect()
+    lines.collect()
 }
 
-/// The pods and containers whose ids are in a text (a path, a command), in words; empty if there are none.
+/// Describes the pods and containers whose ids are in a text (a path, a command); empty if there are none.
 pub(super) fn whose(dir: &Path, text: &str) -> String {
     let bundles = std::fs::read_dir(dir.join("state/io.containerd.runtime.v2.task/k8s.io"));
     let bundles = bundles.into_iter().flatten().flatten();
     let of = bundles.filter(|bundle| bundle.file_name().to_str().is_some_and(|id| text.contains(id)));
-    let told = of.map(|bundle| {
+    let descriptions = of.map(|bundle| {
         let config = std::fs::read(bundle.path().join("config.json")).unwrap_or_default();
         let config: serde_json::Value = serde_json::from_slice(&config).unwrap_or_default();
-        let said = |name: &str| {
+        let annotation = |name: &str| {
             let value = config["annotations"][format!("io.kubernetes.cri.{name}")].as_str();
             value.unwrap_or("?").to_owned()
         };
         format!(
             ", {} of pod {} {} in sandbox {}",
-            if said("container-type") == "sandbox" {
+            if annotation("container-type") == "sandbox" {
                 "the sandbox".to_owned()
             } else {
-                said("container-name")
+                annotation("container-name")
             },
-            said("sandbox-name"),
-            said("sandbox-uid"),
-            said("sandbox-id"),
+            annotation("sandbox-name"),
+            annotation("sandbox-uid"),
+            annotation("sandbox-id"),
         )
     });
-    told.collect()
+    descriptions.collect()
 }
 
-/// Returns true if a log of containerd says that one whose id is in the text (a path, a command) is removed
-/// or has ended: what is still there of it then, the runtime itself has lost. Under a heavy load containerd
-/// 1.6 gives up on shims that answer late, and forgets them.
-pub(crate) fn says_it_is_gone(log: &str, text: &str) -> bool {
+/// Returns true if containerd's log reports an object, whose id is in the text (a path, a command), as
+/// removed or ended: its remains were then lost by the runtime itself. Under heavy load, containerd 1.6
+/// abandons shims that answer late.
+pub(crate) fn is_logged_as_gone(log: &str, text: &str) -> bool {
     let words = text.split(|c: char| !c.is_ascii_hexdigit());
     let ids: Vec<&str> = words.filter(|word| word.len() == CONTAINER_ID).collect();
-    let says_so = |line: &&str| {
+    let reports_removal = |line: &&str| {
         line.contains("shim disconnected")
             || (line.contains("Remove") && line.contains("returns successfully"))
     };
-    log.lines().filter(says_so).any(|line| ids.iter().any(|id| line.contains(id)))
+    log.lines().filter(reports_removal).any(|line| ids.iter().any(|id| line.contains(id)))
 }
 
-/// Kills the containers and then their shims, and waits until they are gone.
+/// Kills the containers and then their shims, and waits until they have ended.
 fn kill_shims(names: &Names) -> Result<()> {
     wait_regardless("shims and containers to end", PATIENCE, || {
         let running = processes_of(names);
-        // A container's first process dies with all of its pid namespace. Its shim goes last: without it,
-        // nobody could tell that the container is ours.
+        // Killing a container's first process kills its pid namespace. The shims are last: without its shim,
+        // a container cannot be recognized as one of this instance.
         let (shims, containers): (Vec<_>, Vec<_>) = running.iter().partition(|running| {
             running.command.first().is_some_and(|program| program.contains("containerd-shim"))
         });
         let next = if containers.is_empty() { &shims } else { &containers };
         for pid in next.iter().filter_map(|running| Pid::from_raw(running.pid)) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have ended by itself
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have ended already
         }
-        if running.is_empty() { Ok(()) } else { Err(format!("{} still run", running.len())) }
+        if running.is_empty() { Ok(()) } else { Err(format!("{} are still running", running.len())) }
     })
 }
 
-/// Shims listen under the machine-wide /run/containerd; each task's folder says where.
+/// Returns the sockets of the shims under the machine-wide /run/containerd, read from each task's folder.
 fn shim_sockets(dir: &Path) -> Vec<PathBuf> {
     let tasks = dir.join("state/io.containerd.runtime.v2.task/k8s.io");
     let entries = std::fs::read_dir(tasks).into_iter().flatten().filter_map(Result::ok);
     let mut sockets = Vec::new();
     for task in entries.map(|entry| entry.path()) {
-        // 1.6 writes the address alone, 2.x a JSON document.
+        // 1.6 writes only the address, 2.x a JSON document.
         let address = std::fs::read_to_string(task.join("address")).ok().or_else(|| {
             let text = std::fs::read_to_string(task.join("bootstrap.json")).ok()?;
             let document: serde_json::Value = serde_json::from_str(&text).ok()?;
@@ -284,8 +282,8 @@ fn bridge_exists(names: &Names) -> bool {
     Path::new("/sys/class/net").join(names.bridge()).exists()
 }
 
-/// libcni's cached results of this instance's sandboxes: `<network>-<sandbox>-<interface>`, and the same
-/// sandboxes' results for the loopback network, which has one name on the whole machine.
+/// Returns libcni's cached results of this instance's sandboxes: `<network>-<sandbox>-<interface>`, and the
+/// results of the same sandboxes for the loopback network, whose name is the same on the whole machine.
 fn cni_results(names: &Names) -> Vec<PathBuf> {
     let entries = || std::fs::read_dir(CNI_CACHE).into_iter().flatten().filter_map(Result::ok);
     let prefix = format!("{}-", names.network());
@@ -303,7 +301,7 @@ fn cni_results(names: &Names) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::says_it_is_gone;
+    use super::is_logged_as_gone;
 
     #[test]
     fn what_the_runtime_says_it_removed_is_its_own_to_clear_up() {
@@ -313,12 +311,12 @@ mod tests {
              msg=\"shim disconnected\" id={ended}\n\
              msg=\"StartContainer for \\\"{runs}\\\" returns successfully\"\n"
         );
-        assert!(says_it_is_gone(
+        assert!(is_logged_as_gone(
             &log,
             &format!("3799 (/usr/bin/containerd-shim-runc-v2) for {removed}, of a pod")
         ));
-        assert!(says_it_is_gone(&log, &format!("/state/k8s.io/{ended}/rootfs")));
-        assert!(!says_it_is_gone(&log, &format!("/state/k8s.io/{runs}/rootfs")));
-        assert!(!says_it_is_gone(&log, "/state/k8s.io"));
+        assert!(is_logged_as_gone(&log, &format!("/state/k8s.io/{ended}/rootfs")));
+        assert!(!is_logged_as_gone(&log, &format!("/state/k8s.io/{runs}/rootfs")));
+        assert!(!is_logged_as_gone(&log, "/state/k8s.io"));
     }
 }

@@ -1,17 +1,17 @@
-//! The calls that a runtime gets, by name and with all they carry.
+//! Calls to a runtime, by name and with their contents.
 
 use beelet_proto::cri;
 use tonic::Code;
 
 macro_rules! calls {
     ($($op:ident($request:ident)),* $(,)?) => {
-        /// A call of CRI, by name.
+        /// Call of CRI, by name.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Op {
             $(#[doc = concat!("`", stringify!($op), "`")] $op,)*
         }
 
-        /// A call with what it asks for.
+        /// Call with its request.
         #[allow(clippy::large_enum_variant)] // a few hundred at most, and tests match on them directly
         #[derive(Clone, Debug, PartialEq)]
         pub enum Asked {
@@ -19,12 +19,12 @@ macro_rules! calls {
         }
 
         impl Op {
-            /// All calls that there are.
+            /// All calls.
             pub const ALL: &[Op] = &[$(Op::$op,)*];
         }
 
         impl Asked {
-            /// The call's name.
+            /// Returns the name of the call.
             #[must_use]
             pub fn op(&self) -> Op {
                 match self { $(Asked::$op(_) => Op::$op,)* }
@@ -39,7 +39,7 @@ macro_rules! calls {
     };
 }
 
-/// A request with the call it belongs to: some calls share a request type.
+/// Request with its call: some calls share a request type.
 pub(super) struct Wrapped<const OP: u8, Q>(pub(super) Q);
 
 calls! {
@@ -79,47 +79,47 @@ calls! {
     ImageFsInfo(ImageFsInfoRequest),
 }
 
-/// How a call ended.
+/// Result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is still being worked on.
+    /// The call is in progress.
     Pending,
-    /// It was answered, well or with an error.
+    /// The call was answered, successfully or with an error.
     Answered(Code),
-    /// The caller gave up, or the connection broke, before there was an answer.
+    /// The caller gave up, or the connection broke, before the answer.
     Dropped,
 }
 
-/// A call that came.
+/// Received call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call {
-    /// Its place among all calls, from 0.
+    /// Position among all calls, from 0.
     pub number: usize,
-    /// What it asked for.
+    /// Request of the call.
     pub asked: Asked,
-    /// The deadline it came with (`grpc-timeout`), as written.
+    /// Deadline of the call (`grpc-timeout`), as written.
     pub timeout: Option<String>,
-    /// The span that it belongs to (`traceparent`), as written.
+    /// Span of the call (`traceparent`), as written.
     pub parent: Option<String>,
-    /// How it ended.
+    /// Result of the call.
     pub outcome: Outcome,
 }
 
 impl Call {
-    /// The call's name.
+    /// Returns the name of the call.
     #[must_use]
     pub fn op(&self) -> Op {
         self.asked.op()
     }
 
-    /// Returns true if it was answered without an error.
+    /// Returns true if the call was answered without an error.
     #[must_use]
     pub fn succeeded(&self) -> bool {
         self.outcome == Outcome::Answered(Code::Ok)
     }
 }
 
-/// The calls that change something.
+/// Calls that change state.
 pub const CHANGES: [Op; 7] = [
     Op::RunPodSandbox,
     Op::StopPodSandbox,

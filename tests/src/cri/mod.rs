@@ -1,15 +1,15 @@
-//! A container runtime that does as it is told: CRI v1 on a unix socket, in memory, for tests of the agent
-//! that need no root and no containerd.
+//! Scripted container runtime: CRI v1 on a unix socket, in memory, for tests of the agent without root and
+//! without containerd.
 //!
-//! It answers as containerd does (states, idempotence, error codes and texts), records every call, and goes
-//! wrong on demand:
+//! It behaves like containerd (states, idempotence, error codes and texts), records every call, and fails on
+//! demand:
 //!
 //! ```ignore
 //! let cri = FakeCri::start();
 //! cri.add_image("busybox:1.36");
 //! cri.on(Op::StartContainer).times(2).fail(Code::Unknown, "no space left on device");
 //! let held = cri.on(Op::PullImage).hold();
-//! // ... start what is tested on cri.endpoint() ...
+//! // ... start the subject on cri.endpoint() ...
 //! held.reached().await;
 //! cri.crash();                       // every connection breaks, the socket stays behind
 //! cri.come_back();                   // same socket, same state (forget() first: state lost)
@@ -18,9 +18,9 @@
 //! cri.exit(&cri.container("web-node", "main").unwrap().id, 137);
 //! ```
 //!
-//! Waits end with the event they wait for, and give up (a failed test, with all calls listed) after
-//! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does; a
-//! paused clock has no power over it, and must not be used with it (real sockets are never idle time).
+//! A wait ends with its event, and fails the test, with a list of all calls, after [`PATIENCE`]. The runtime
+//! has its own thread, independent of the test's async runtime; a paused clock does not affect it, and must
+//! not be used with it (it would advance during waits for real sockets).
 
 mod calls;
 mod script;
@@ -45,19 +45,19 @@ use self::script::{Act, Fault};
 use self::server::Signal;
 use crate::faults::Rules;
 
-/// A fake container runtime. Dropped, it goes away with its socket.
+/// Fake container runtime. Dropping it stops it and removes its socket.
 pub struct FakeCri {
     shared: Arc<Shared>,
     socket: PathBuf,
     serving: Mutex<Option<JoinHandle<()>>>,
-    // Holds the socket's folder, where it is ours.
+    // Keeps a temporary folder of the socket.
     _folder: Option<tempfile::TempDir>,
 }
 
-/// What the test's side and the server's side share.
+/// State shared by the test and the server.
 struct Shared {
     state: Mutex<State>,
-    /// Counts changes: of calls and of the world.
+    /// Counts changes of calls and of the world.
     changes: watch::Sender<u64>,
 }
 
@@ -68,12 +68,12 @@ struct State {
     signals: Option<mpsc::UnboundedSender<Signal>>,
 }
 
-#[allow(clippy::panic)] // a test that can't go on fails, with the reason
+#[allow(clippy::panic)] // a test that cannot continue fails with the reason
 impl FakeCri {
-    /// A runtime on a socket in a folder of its own, listening.
+    /// Starts a runtime on a socket in its own folder.
     ///
     /// # Panics
-    /// If the machine has no room for a socket.
+    /// If the socket cannot be created.
     #[must_use]
     pub fn start() -> Self {
         let cri = Self::absent();
@@ -81,21 +81,21 @@ impl FakeCri {
         cri
     }
 
-    /// A runtime that isn't there yet: its endpoint is known, and [`FakeCri::come_back`] starts it.
+    /// Creates a runtime that is not running: its endpoint is known, and [`FakeCri::come_back`] starts it.
     ///
     /// # Panics
-    /// If the machine has no room for a folder.
+    /// If the folder cannot be created.
     #[must_use]
     pub fn absent() -> Self {
         let folder = match tempfile::Builder::new().prefix("cri").tempdir() {
             Ok(folder) => folder,
-            Err(error) => panic!("no folder for a socket: {error}"),
+            Err(error) => panic!("cannot create a folder for the socket: {error}"),
         };
         let socket = folder.path().join("cri.sock");
         Self::with(socket, Some(folder))
     }
 
-    /// As [`FakeCri::absent`], at a socket of the test's choice.
+    /// Like [`FakeCri::absent`], at the given socket.
     #[must_use]
     pub fn absent_at(socket: &Path) -> Self {
         Self::with(socket.to_owned(), None)
@@ -107,30 +107,31 @@ impl FakeCri {
         FakeCri { shared, socket, serving: Mutex::new(None), _folder: folder }
     }
 
-    /// Its socket as `unix:///path`.
+    /// Returns its socket as `unix:///path`.
     #[must_use]
     pub fn endpoint(&self) -> String {
         format!("unix://{}", self.socket.display())
     }
 
-    /// Its socket.
+    /// Returns its socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    // ---- Coming and going ----
+    // ---- Availability ----
 
-    /// Starts to listen, at the same socket, with the state it had. Nothing where it listens already.
+    /// Starts to listen at the same socket, with its previous state. Has no effect if it is listening
+    /// already.
     ///
     /// # Panics
-    /// If the socket can't be made.
+    /// If the socket cannot be created.
     pub fn come_back(&self) {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         if serving.is_some() {
             return;
         }
-        // A crash leaves the socket behind, as a killed process does.
+        // A crash leaves the socket behind, like a killed process.
         let _ = std::fs::remove_file(&self.socket);
         let bound = UnixListener::bind(&self.socket).and_then(|listener| {
             listener.set_nonblocking(true)?;
@@ -146,11 +147,11 @@ impl FakeCri {
         *serving = Some(std::thread::spawn(move || server::serve(&listener, &shared, signals)));
     }
 
-    /// Goes away as a killed process does: every connection breaks, the socket stays behind and refuses.
+    /// Stops like a killed process: every connection breaks, and the remaining socket refuses new ones.
     pub fn crash(&self) {
         let signals = self.shared.lock().signals.take();
         if let Some(signals) = signals {
-            // It fails where the server has ended by itself.
+            // Fails if the server has ended already.
             let _ = signals.send(Signal::Stop);
         }
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -159,13 +160,13 @@ impl FakeCri {
         }
     }
 
-    /// Goes away in order: every connection breaks, the socket is removed.
+    /// Stops in order: every connection breaks, and the socket is removed.
     pub fn go_away(&self) {
         self.crash();
         let _ = std::fs::remove_file(&self.socket);
     }
 
-    /// Goes away and comes back at once, with its state.
+    /// Stops and starts at once, with its state.
     pub fn restart(&self) {
         self.go_away();
         self.come_back();
@@ -181,85 +182,85 @@ impl FakeCri {
             .unwrap_or_default();
     }
 
-    // ---- What goes wrong ----
+    // ---- Faults ----
 
     /// Begins a rule for the next call of `op`, for example
-    /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a
-    /// call, the oldest that isn't used up decides.
+    /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. If several rules match a
+    /// call, the oldest unused one applies.
     pub fn on(&self, op: Op) -> Script<'_> {
         script::on(self, Some(op))
     }
 
-    /// The same at the next call of any kind.
+    /// Begins a rule for the next call of any kind.
     pub fn on_any(&self) -> Script<'_> {
         script::on(self, None)
     }
 
-    /// Takes all rules back. What hangs goes on hanging until its [`Held`] is dropped.
+    /// Removes all rules. Held calls stay held until their [`Held`] is dropped.
     pub fn heal(&self) {
         self.shared.lock().rules.clear();
     }
 
     // ---- The world ----
 
-    /// A copy of what it knows.
+    /// Returns a copy of its state.
     #[must_use]
     pub fn world(&self) -> World {
         self.shared.lock().world.clone()
     }
 
-    /// Changes what it knows: conditions, image file systems, the cgroup driver.
+    /// Changes its state: conditions, image file systems, the cgroup driver.
     pub fn change(&self, change: impl FnOnce(&mut World)) {
         change(&mut self.shared.lock().world);
         self.shared.changed();
     }
 
-    /// Puts an image on the node; returns its id.
+    /// Adds an image to the node and returns its id.
     pub fn add_image(&self, name: &str) -> String {
         let id = self.shared.lock().world.add_image(name).id;
         self.shared.changed();
         id
     }
 
-    /// Puts an image into the registry, where a pull finds it.
+    /// Adds an image to the registry, for pulls.
     pub fn add_to_registry(&self, name: &str) {
         self.change(|world| {
             world.registry.insert(world::full_name(name));
         });
     }
 
-    /// The newest container of that name in a pod.
+    /// Returns the newest container of that name in a pod.
     #[must_use]
     pub fn container(&self, pod: &str, name: &str) -> Option<Container> {
         self.shared.lock().world.container(pod, name).cloned()
     }
 
-    /// The newest sandbox of a pod.
+    /// Returns the newest sandbox of a pod.
     #[must_use]
     pub fn sandbox(&self, pod: &str) -> Option<Sandbox> {
         self.shared.lock().world.sandbox(pod).cloned()
     }
 
-    /// Ends a running container with an exit code, as its process would.
+    /// Ends a running container with an exit code, like its process.
     ///
     /// # Panics
-    /// If it isn't running.
+    /// If the container is not running.
     pub fn exit(&self, container: &str, code: i32) {
         self.end(container, code, None);
     }
 
-    /// Ends a running container as the kernel's OOM killer would.
+    /// Ends a running container like the kernel's OOM killer.
     ///
     /// # Panics
-    /// If it isn't running.
+    /// If the container is not running.
     pub fn kill_for_memory(&self, container: &str) {
         self.end(container, 137, Some("OOMKilled"));
     }
 
     fn end(&self, container: &str, code: i32, reason: Option<&str>) {
         let ended = self.shared.lock().world.exit(container, code, reason);
-        if let Err(sentence) = ended {
-            panic!("{sentence}");
+        if let Err(message) = ended {
+            panic!("{message}");
         }
         self.shared.changed();
     }
@@ -268,22 +269,22 @@ impl FakeCri {
     /// `runtimeSpec.linux.namespaces`.
     ///
     /// # Panics
-    /// If there is no such sandbox.
+    /// If the sandbox does not exist.
     pub fn set_sandbox_info(&self, sandbox: &str, info: serde_json::Value) {
         self.change(|world| match world.sandboxes.get_mut(sandbox) {
             Some(sandbox) => sandbox.info = info,
-            None => panic!("there is no sandbox {sandbox}"),
+            None => panic!("sandbox {sandbox} does not exist"),
         });
     }
 
-    /// The node loses its sandboxes' processes and keeps the runtime's records, as a reboot does: all
+    /// Simulates a reboot of the node, which ends all processes but keeps the runtime's records: all
     /// sandboxes are not ready, all running containers have ended with 255.
     pub fn reboot(&self) {
         self.change(|world| {
             let running = |c: &&Container| c.state == beelet_proto::cri::ContainerState::ContainerRunning;
             let ids: Vec<String> = world.containers.values().filter(running).map(|c| c.id.clone()).collect();
             for id in ids {
-                // They were just seen running.
+                // Cannot fail: the containers are running.
                 let _ = world.exit(&id, 255, Some("Unknown"));
             }
             for sandbox in world.sandboxes.values_mut() {
@@ -292,61 +293,61 @@ impl FakeCri {
         });
     }
 
-    // ---- What was called ----
+    // ---- Calls ----
 
-    /// All calls so far, in the order they came.
+    /// Returns all calls so far, in order of arrival.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
         self.shared.lock().calls.clone()
     }
 
-    /// Number of calls of `op` so far.
+    /// Returns the number of calls of `op` so far.
     #[must_use]
     pub fn count(&self, op: Op) -> usize {
         self.shared.lock().calls.iter().filter(|call| call.op() == op).count()
     }
 
-    /// Waits for a call that `wanted` says yes to, among those that came already and those to come; `what`
-    /// says what is waited for.
+    /// Waits for a call that `wanted` matches, received before or later; `what` describes it for the failure
+    /// message.
     ///
     /// # Panics
-    /// If none comes within [`PATIENCE`].
+    /// If no call matches within [`PATIENCE`].
     pub async fn wait_for(&self, what: &str, wanted: impl Fn(&Call) -> bool) -> Call {
         self.wait_for_after(what, 0, wanted).await
     }
 
-    /// As [`FakeCri::wait_for`], among the calls from number `first` on: `cri.calls().len()` before what is
-    /// tested.
+    /// Like [`FakeCri::wait_for`], for calls from number `first` on, e.g. `cri.calls().len()` before the
+    /// tested action.
     ///
     /// # Panics
-    /// If none comes within [`PATIENCE`].
+    /// If no call matches within [`PATIENCE`].
     pub async fn wait_for_after(&self, what: &str, first: usize, wanted: impl Fn(&Call) -> bool) -> Call {
         self.wait(what, |state| state.calls.iter().skip(first).find(|call| wanted(call)).cloned()).await
     }
 
-    /// Waits until no call is being worked on: once its caller is dead, until it has noticed.
+    /// Waits until no call is in progress: after the death of a caller, until that is noticed.
     ///
     /// # Panics
-    /// If it isn't so within [`PATIENCE`].
+    /// If calls are still in progress after [`PATIENCE`].
     pub async fn until_idle(&self) {
         let pending = |state: &State| state.calls.iter().any(|call| call.outcome == Outcome::Pending);
         self.wait("the calls to end", |state| (!pending(state)).then_some(())).await;
     }
 
-    /// Waits until the world is as `wanted` says; returns it.
+    /// Waits until `wanted` matches the world, and returns it.
     ///
     /// # Panics
-    /// If it isn't within [`PATIENCE`].
+    /// If it does not match within [`PATIENCE`].
     pub async fn wait_until(&self, what: &str, wanted: impl Fn(&World) -> bool) -> World {
         self.wait(what, |state| wanted(&state.world).then(|| state.world.clone())).await
     }
 
-    async fn wait<T>(&self, what: &str, look: impl Fn(&State) -> Option<T>) -> T {
+    async fn wait<T>(&self, what: &str, query: impl Fn(&State) -> Option<T>) -> T {
         let mut changes = self.shared.changes.subscribe();
         let found = tokio::time::timeout(PATIENCE, async {
             loop {
                 changes.mark_unchanged();
-                let found = look(&self.shared.lock());
+                let found = query(&self.shared.lock());
                 if let Some(found) = found {
                     return found;
                 }
@@ -356,15 +357,18 @@ impl FakeCri {
         });
         match found.await {
             Ok(found) => found,
-            Err(_) => panic!("waited {PATIENCE:?} for {what}; the calls so far:\n{}", self.transcript()),
+            Err(_) => panic!(
+                "timed out after {PATIENCE:?} waiting for {what}; calls so far:\n{}",
+                self.transcript()
+            ),
         }
     }
 
-    /// The calls so far, one a line: for failed tests.
+    /// Returns the calls so far, one per line, for failed tests.
     #[must_use]
     pub fn transcript(&self) -> String {
         let line = |call: &Call| {
-            // Whole configurations would bury the order, which is what a reader wants.
+            // Complete configurations would hide the order of the calls.
             let asked: String = format!("{:?}", call.asked).chars().take(240).collect();
             format!("{:4} {:?}: {asked}\n", call.number, call.outcome)
         };
@@ -387,7 +391,7 @@ impl Shared {
         self.changes.send_modify(|count| *count += 1);
     }
 
-    /// Notes that a call came; what is to become of it.
+    /// Records a new call and returns the matching action.
     fn arrive(
         self: &Arc<Self>,
         asked: Asked,
@@ -411,7 +415,7 @@ impl Shared {
 
     fn sever(&self) {
         if let Some(signals) = &self.lock().signals {
-            // It fails where the server is stopping anyway.
+            // Fails if the server is stopping.
             let _ = signals.send(Signal::Sever);
         }
     }
@@ -425,7 +429,7 @@ impl Shared {
     }
 }
 
-/// A call that is being answered; dropped unanswered, it notes that.
+/// Call in progress; dropping it records it as dropped.
 struct Arrival {
     shared: Arc<Shared>,
     number: usize,

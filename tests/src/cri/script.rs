@@ -1,4 +1,4 @@
-//! What is to go wrong in the fake runtime beside what every fake server can ([`crate::faults`]).
+//! Faults of the fake runtime beyond those of all fake servers ([`crate::faults`]).
 
 use std::sync::Arc;
 
@@ -9,25 +9,24 @@ use super::FakeCri;
 use super::calls::{Asked, Op};
 use crate::faults;
 
-/// What becomes of a call.
+/// Action for a call.
 pub(super) type Act = faults::Act<Fault>;
 
-/// How only a runtime goes wrong.
+/// Fault specific to a runtime.
 #[derive(Clone)]
 pub enum Fault {
-    /// The call fails, and nothing was done.
+    /// The call fails without an effect.
     Fail(Status),
-    /// It is done, and then every connection breaks.
+    /// The call takes effect, and then every connection breaks.
     Sever,
-    /// It is done, and the test makes the answer's bytes of those that would be.
+    /// The call takes effect, and the test replaces the bytes of the answer.
     Rewrite(Rewrite),
 }
 
-/// Makes the body of an answer (one message, framed as gRPC has it) of the encoded message that would be
-/// answered.
+/// Function from the encoded answer to the replaced body (one message in gRPC framing).
 type Rewrite = Arc<dyn Fn(Vec<u8>) -> Vec<u8> + Send + Sync>;
 
-/// A message as gRPC frames it: not compressed, its length, itself.
+/// Frames a message for gRPC: flag "not compressed", length, message.
 fn framed(message: &[u8]) -> Vec<u8> {
     let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
     let mut frame = Vec::with_capacity(message.len() + 5);
@@ -37,22 +36,21 @@ fn framed(message: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// A rule in the making: see [`FakeCri::on`] and [`FakeCri::on_any`].
+/// Unfinished rule: see [`FakeCri::on`] and [`FakeCri::on_any`].
 pub type Script<'a> = faults::Script<'a, FakeCri>;
 
 impl Script<'_> {
-    /// The call fails, and nothing was done.
+    /// Fails the call without an effect.
     pub fn fail(self, code: Code, message: &str) {
         self.fault(Fault::Fail(Status::new(code, message)));
     }
 
-    /// The call is done, and then all connections break, this call's too; new ones are accepted.
+    /// Executes the call, and then breaks all connections, including its own; new ones are accepted.
     pub fn break_connections(self) {
         self.fault(Fault::Sever);
     }
 
-    /// The call is done, but what is answered is not what came of it: `alter` changes the message, which must
-    /// be of the type that the call answers with.
+    /// Executes the call, but changes the answer with `alter`, whose message type must be that of the answer.
     pub fn alter<M: Message + Default + 'static>(self, alter: impl Fn(&mut M) + Send + Sync + 'static) {
         let rewrite = move |honest: Vec<u8>| {
             let mut message = M::decode(&*honest).unwrap_or_default();
@@ -62,13 +60,13 @@ impl Script<'_> {
         self.fault(Fault::Rewrite(Arc::new(rewrite)));
     }
 
-    /// The call is done, and answered with a message of these bytes, whatever they mean.
+    /// Executes the call, and answers with a message of these bytes, whatever they mean.
     pub fn answer_message(self, message: &[u8]) {
         let frame = framed(message);
         self.fault(Fault::Rewrite(Arc::new(move |_| frame.clone())));
     }
 
-    /// The call is done, and the body of the answer is these bytes: not even a message.
+    /// Executes the call, and answers with these bytes as the body, possibly without a valid message.
     pub fn answer_body(self, body: Vec<u8>) {
         self.fault(Fault::Rewrite(Arc::new(move |_| body.clone())));
     }
@@ -85,7 +83,7 @@ impl faults::Faulty for FakeCri {
     }
 }
 
-/// A rule for the next call of `op`; None: of any kind.
+/// Begins a rule for the next call of `op`, or of any kind if None.
 pub(super) fn on(cri: &FakeCri, op: Option<Op>) -> Script<'_> {
     Script::new(cri, move |asked| op.is_none_or(|op| op == asked.op()))
 }

@@ -1,5 +1,4 @@
-//! The fake runtime on a socket: every call is recorded, goes through the script, and is then answered by the
-//! world.
+//! Fake runtime on a socket: every call is recorded, passes the script, and is then answered by the world.
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixListener;
@@ -23,16 +22,16 @@ use super::world::{World, lacking};
 /// Largest message, in bytes, as in containerd.
 const MAX_MESSAGE: usize = 16 << 20;
 
-/// What a running server is told.
+/// Command to a running server.
 pub(super) enum Signal {
-    /// Break every connection, and go on listening.
+    /// Break every connection, and continue to listen.
     Sever,
-    /// Break every connection, and listen no more.
+    /// Break every connection, and stop listening.
     Stop,
 }
 
-/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that
-/// ends every connection at once, as a killed process does.
+/// Serves until stopped, on its own thread with its own async runtime: dropping that runtime ends every
+/// connection at once, like a killed process.
 pub(super) fn serve(
     listener: &UnixListener,
     shared: &Arc<Shared>,
@@ -66,11 +65,11 @@ pub(super) fn serve(
     }
 }
 
-/// What an answer's body is to be instead of its message.
+/// Replacement of an answer's body.
 #[derive(Clone)]
 struct Rewritten(Vec<u8>);
 
-/// Puts the body that the test has made in place of the one that tonic has.
+/// Replaces tonic's body by the test's body, if any.
 fn rewritten(mut response: http::Response<Body>) -> http::Response<Body> {
     let Some(Rewritten(bytes)) = response.extensions_mut().remove() else { return response };
     let mut trailers = http::HeaderMap::new();
@@ -86,7 +85,7 @@ struct Service {
 }
 
 impl Service {
-    /// Records a call, lets the script decide about it, and has the world answer it.
+    /// Records a call, applies the script, and lets the world answer.
     async fn answer<const OP: u8, Q: Clone, A: Message>(
         &self,
         request: Request<Q>,
@@ -109,9 +108,9 @@ impl Service {
             Act::Proceed => self.shared.work(|world| work(world, message)),
             Act::Fault(Fault::Fail(status)) => Err(status),
             Act::LoseReply => {
-                // Whether it was done well is what the caller won't know.
+                // The caller must not learn the result.
                 let _ = self.shared.work(|world| work(world, message));
-                Err(Status::unavailable("the reply got lost"))
+                Err(Status::unavailable("the reply was lost"))
             }
             Act::Fault(Fault::Sever) => {
                 let _ = self.shared.work(|world| work(world, message));
@@ -144,8 +143,8 @@ impl Service {
     }
 }
 
-/// Tells a subscriber of every container that changes, until it is gone.
-async fn tell(
+/// Sends an event of every container change, until the subscriber disconnects.
+async fn send_events(
     shared: Arc<Shared>,
     mut before: BTreeMap<String, cri::ContainerState>,
     sender: mpsc::Sender<Result<cri::ContainerEventResponse, Status>>,
@@ -181,7 +180,7 @@ async fn tell(
     }
 }
 
-/// A service of CRI: one line per call, `method: Call(request) -> response = what answers it`.
+/// Defines a service of CRI: one line per call, `method: Call(request) -> response = answering function`.
 macro_rules! service {
     ($service:ident {
         $($method:ident: $op:ident($request:ident) -> $response:ident = $work:expr;)*
@@ -240,7 +239,7 @@ service! { RuntimeService {
             .answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, World::get_container_events)
             .await?;
         let (sender, receiver) = mpsc::channel(64);
-        tokio::spawn(tell(Arc::clone(&self.shared), before, sender));
+        tokio::spawn(send_events(Arc::clone(&self.shared), before, sender));
         Ok(answered.map(|()| ReceiverStream::new(receiver)))
     }
 }

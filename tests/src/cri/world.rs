@@ -1,5 +1,5 @@
-//! What the fake runtime knows: sandboxes, containers, images, and the rules by which a real one (containerd)
-//! changes them. No sockets, no faults: those are the server's.
+//! State of the fake runtime: sandboxes, containers, images, and the rules by which containerd changes them.
+//! Sockets and faults are part of the server.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -10,65 +10,66 @@ use cri::{ContainerState, PodSandboxState};
 use sha2::{Digest, Sha256};
 use tonic::Status;
 
-/// More than any process id of Linux (PID_MAX_LIMIT).
+/// Larger than any process id of Linux (PID_MAX_LIMIT).
 const PID_MAX: u32 = 4 << 20;
-/// Exit code of a process that SIGTERM ended.
+/// Exit code of a process ended by SIGTERM.
 const TERMINATED: i32 = 128 + 15;
-/// Exit code of a process that SIGKILL ended.
+/// Exit code of a process ended by SIGKILL.
 const KILLED: i32 = 128 + 9;
 
-/// A pod sandbox as the fake runtime holds it.
+/// Pod sandbox of the fake runtime.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sandbox {
     /// 64 hexadecimal digits.
     pub id: String,
-    /// As it was asked for.
+    /// Requested configuration.
     pub config: cri::PodSandboxConfig,
-    /// Ready or not.
+    /// State: ready or not.
     pub state: PodSandboxState,
     /// Nanoseconds since 1970.
     pub created_at: i64,
-    /// Its address; empty for a host network pod.
+    /// Address; empty for a host network pod.
     pub ip: String,
-    /// What a verbose status says besides: [`crate::cri::FakeCri::set_sandbox_info`].
+    /// Details in a verbose status: [`crate::cri::FakeCri::set_sandbox_info`].
     pub info: serde_json::Value,
-    /// The runtime handler that was asked for.
+    /// Requested runtime handler.
     pub runtime_handler: String,
 }
 
-/// A container as the fake runtime holds it.
+/// Container of the fake runtime.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Container {
     /// 64 hexadecimal digits.
     pub id: String,
-    /// Its sandbox's id.
+    /// Id of its sandbox.
     pub sandbox_id: String,
-    /// As it was asked for.
+    /// Requested configuration.
     pub config: cri::ContainerConfig,
-    /// Created, running, exited.
+    /// State: created, running, exited.
     pub state: ContainerState,
-    /// Its first process, as a verbose status says while it runs. No process of this machine has that id.
+    /// Process id of its first process in a verbose status while it is running. No process of this machine
+    /// has it.
     pub pid: u32,
     /// Nanoseconds since 1970.
     pub created_at: i64,
-    /// Nanoseconds since 1970; 0 before it started.
+    /// Nanoseconds since 1970; 0 before its start.
     pub started_at: i64,
-    /// Nanoseconds since 1970; 0 before it ended.
+    /// Nanoseconds since 1970; 0 before its end.
     pub finished_at: i64,
-    /// Exit code; 0 before it ended.
+    /// Exit code; 0 before its end.
     pub exit_code: i32,
-    /// `Completed`, `Error`, `OOMKilled`; empty before it ended.
+    /// `Completed`, `Error`, `OOMKilled`; empty before its end.
     pub reason: String,
-    /// The image's id.
+    /// Id of its image.
     pub image_ref: String,
-    /// Where its log is: the sandbox's log folder and its own log path.
+    /// Path of its log: the sandbox's log folder and its own log path.
     pub log_path: String,
-    /// What it may use, as last set.
+    /// Resource limits, as last set.
     pub resources: Option<cri::LinuxContainerResources>,
 }
 
 impl Container {
-    /// One that runs in a sandbox, and of which nothing else is known.
+    /// Creates a running container in a sandbox, with defaults for everything else.
     #[must_use]
     pub fn running(
         id: impl Into<String>,
@@ -92,13 +93,13 @@ impl Container {
         }
     }
 
-    /// Its name in the pod.
+    /// Returns its name in the pod.
     #[must_use]
     pub fn name(&self) -> &str {
         self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
     }
 
-    /// The number of the container's restart, from 0.
+    /// Returns the number of its restart, from 0.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.config.metadata.as_ref().map_or(0, |metadata| metadata.attempt)
@@ -106,45 +107,45 @@ impl Container {
 }
 
 impl Sandbox {
-    /// Its pod's name.
+    /// Returns the name of its pod.
     #[must_use]
     pub fn pod_name(&self) -> &str {
         self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
     }
 }
 
-/// All that the fake runtime knows.
+/// State of the fake runtime.
 #[derive(Clone, Debug, Default)]
 pub struct World {
-    /// By id.
+    /// Sandboxes by id.
     pub sandboxes: BTreeMap<String, Sandbox>,
-    /// By id.
+    /// Containers by id.
     pub containers: BTreeMap<String, Container>,
-    /// On the node, by full name (`docker.io/library/busybox:1.36`).
+    /// Images on the node, by full name (`docker.io/library/busybox:1.36`).
     pub images: BTreeMap<String, cri::Image>,
-    /// Names of containers whose process ends with 0 as soon as it is started, as init containers may.
+    /// Names of containers whose process exits with 0 immediately after the start, like an init container.
     pub ends_at_once: BTreeSet<String>,
-    /// What is told to stop ends with 0, as a server does that takes SIGTERM well.
+    /// If true, stopped containers exit with 0, like a server that handles SIGTERM.
     pub stops_well: bool,
     /// Exit codes of commands run in containers, by the command's first word; 0 for all others.
     pub exec_codes: BTreeMap<String, i32>,
-    /// The address of its streaming server, as `http://host:port`; None: it has no streams.
+    /// Address of its streaming server, as `http://host:port`; None if it has no streams.
     pub streaming: Option<String>,
-    /// Whether it streams container events, as containerd 1.7 and later do.
+    /// If true, it streams container events, like containerd 1.7 and later.
     pub streams_events: bool,
-    /// In the registry, by full name: what a pull can get.
+    /// Images in the registry, by full name, for pulls.
     pub registry: BTreeSet<String>,
-    /// What it says of its handlers; the default one has no name.
+    /// Runtime handlers that it reports; the default one has no name.
     pub runtime_handlers: Vec<cri::RuntimeHandler>,
     /// RuntimeReady and NetworkReady.
     pub conditions: (bool, bool),
-    /// Its name and version, as it tells them.
+    /// Name and version that it reports.
     pub runtime: (String, String),
-    /// The answer to RuntimeConfig; None where the runtime lacks the call, as containerd 1.6 does.
+    /// Answer to RuntimeConfig; None if the runtime lacks the call, like containerd 1.6.
     pub cgroup_driver: Option<cri::CgroupDriver>,
-    /// The answer to ImageFsInfo.
+    /// Answer to ImageFsInfo.
     pub image_fs: cri::ImageFsInfoResponse,
-    /// By how many seconds its clock is ahead of the machine's.
+    /// Seconds by which its clock is ahead of the machine's.
     pub clock_ahead: i64,
     made: u64,
 }
@@ -155,32 +156,32 @@ impl World {
         World { conditions: (true, true), runtime, ..World::default() }
     }
 
-    /// Forgets sandboxes, containers and images, as a runtime does whose state folder is gone.
+    /// Forgets sandboxes, containers and images, like a runtime after the loss of its state folder.
     pub(super) fn forget(&mut self) {
         self.sandboxes.clear();
         self.containers.clear();
         self.images.clear();
     }
 
-    /// The newest container of that name in a pod.
+    /// Returns the newest container of that name in a pod.
     #[must_use]
     pub fn container(&self, pod: &str, name: &str) -> Option<&Container> {
         let named = self.containers.values().filter(|c| c.name() == name);
         let of_pod = named.filter_map(|c| Some((self.sandboxes.get(&c.sandbox_id)?, c)));
-        // In one sandbox the attempts count: the clock may have been set between them.
+        // Within one sandbox the attempt decides: the clock may have been set between two attempts.
         let newest = of_pod
             .filter(|(sandbox, _)| sandbox.pod_name() == pod)
             .max_by_key(|(sandbox, c)| (sandbox.created_at, c.attempt(), c.created_at));
         newest.map(|(_, container)| container)
     }
 
-    /// The newest sandbox of a pod.
+    /// Returns the newest sandbox of a pod.
     #[must_use]
     pub fn sandbox(&self, pod: &str) -> Option<&Sandbox> {
         self.sandboxes.values().filter(|s| s.pod_name() == pod).max_by_key(|s| s.created_at)
     }
 
-    /// Puts an image on the node.
+    /// Adds an image to the node.
     pub(super) fn add_image(&mut self, name: &str) -> cri::Image {
         let full = full_name(name);
         let id = format!("sha256:{}", hex(&format!("image {full}")));
@@ -197,7 +198,7 @@ impl World {
         image
     }
 
-    /// An image by name, digest or id.
+    /// Returns an image by name, digest or id.
     fn image(&self, asked: &str) -> Option<&cri::Image> {
         let full = full_name(asked);
         self.images.get(&full).or_else(|| {
@@ -209,7 +210,8 @@ impl World {
     /// Ends a running container.
     pub(super) fn exit(&mut self, id: &str, code: i32, reason: Option<&str>) -> Result<(), String> {
         let now = self.now();
-        let container = self.containers.get_mut(id).ok_or_else(|| format!("there is no container {id}"))?;
+        let container =
+            self.containers.get_mut(id).ok_or_else(|| format!("container {id} does not exist"))?;
         if container.state != ContainerState::ContainerRunning {
             return Err(format!("container {id} is in {:?}, not running", container.state));
         }
@@ -221,7 +223,7 @@ impl World {
         Ok(())
     }
 
-    /// Nanoseconds since 1970, by its clock.
+    /// Returns the time of its clock in nanoseconds since 1970.
     fn now(&self) -> i64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now = i64::try_from(since.as_nanos()).unwrap_or(i64::MAX);
@@ -240,7 +242,7 @@ impl World {
     }
 }
 
-/// The calls, each as containerd answers it.
+/// Implementation of the calls, each with containerd's behavior.
 #[allow(clippy::needless_pass_by_value)] // all calls have one shape: a whole request in, a whole response out
 impl World {
     pub(super) fn version(&mut self, _: cri::VersionRequest) -> Result<cri::VersionResponse, Status> {
@@ -323,7 +325,7 @@ impl World {
         Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id })
     }
 
-    /// Idempotent, as CRI demands.
+    /// Stops a sandbox. Idempotent, as required by CRI.
     pub(super) fn stop_pod_sandbox(
         &mut self,
         request: cri::StopPodSandboxRequest,
@@ -333,7 +335,7 @@ impl World {
         };
         let ids: Vec<String> = self.containers.values().filter(running).map(|c| c.id.clone()).collect();
         for id in ids {
-            // They were just seen running.
+            // Cannot fail: the containers are running.
             let _ = self.exit(&id, KILLED, None);
         }
         if let Some(sandbox) = self.sandboxes.get_mut(&request.pod_sandbox_id) {
@@ -342,7 +344,7 @@ impl World {
         Ok(cri::StopPodSandboxResponse {})
     }
 
-    /// Idempotent, and takes a running sandbox down first.
+    /// Removes a sandbox, after stopping it if needed. Idempotent.
     pub(super) fn remove_pod_sandbox(
         &mut self,
         request: cri::RemovePodSandboxRequest,
@@ -472,13 +474,14 @@ impl World {
         container.started_at = now;
         let (id, name) = (container.id.clone(), container.name().to_owned());
         if self.ends_at_once.contains(&name) {
-            // It was just seen running.
+            // Cannot fail: the container is running.
             let _ = self.exit(&id, 0, None);
         }
         Ok(cri::StartContainerResponse {})
     }
 
-    /// Idempotent; a running container ends at once, by SIGTERM where it has any grace.
+    /// Stops a container. Idempotent; a running container ends immediately, by SIGTERM if it has any grace
+    /// period.
     pub(super) fn stop_container(
         &mut self,
         request: cri::StopContainerRequest,
@@ -488,12 +491,12 @@ impl World {
             _ if self.stops_well => 0,
             _ => TERMINATED,
         };
-        // Neither one that isn't there nor one that isn't running is an error.
+        // It is not an error if the container does not exist or is not running.
         let _ = self.exit(&request.container_id, code, None);
         Ok(cri::StopContainerResponse {})
     }
 
-    /// Idempotent.
+    /// Removes a container. Idempotent.
     pub(super) fn remove_container(
         &mut self,
         request: cri::RemoveContainerRequest,
@@ -565,7 +568,7 @@ impl World {
         })
     }
 
-    /// Writable layers, with nothing in them.
+    /// Lists writable layers, all empty.
     pub(super) fn list_container_stats(
         &mut self,
         request: cri::ListContainerStatsRequest,
@@ -625,12 +628,12 @@ impl World {
         Ok(cri::PortForwardResponse { url: self.stream("portforward/token")? })
     }
 
-    /// Checks that there is a stream at all; the server fills it.
+    /// Checks that container events are supported; the server sends them.
     pub(super) fn get_container_events(&mut self, _: cri::GetEventsRequest) -> Result<(), Status> {
         if self.streams_events { Ok(()) } else { Err(Status::unimplemented("unknown method")) }
     }
 
-    /// Every container with its state, as events tell of it.
+    /// Returns all containers with their states, for events.
     pub(super) fn states(&self) -> BTreeMap<String, ContainerState> {
         self.containers.iter().map(|(id, container)| (id.clone(), container.state)).collect()
     }
@@ -643,7 +646,7 @@ impl World {
         Ok(cri::UpdateContainerResourcesResponse {})
     }
 
-    /// The log is there again afterwards, empty if it had been renamed.
+    /// Reopens the log, and recreates it, empty, if it was renamed.
     pub(super) fn reopen_container_log(
         &mut self,
         request: cri::ReopenContainerLogRequest,
@@ -692,7 +695,7 @@ impl World {
         Ok(cri::PullImageResponse { image_ref: self.add_image(&full).id })
     }
 
-    /// Idempotent.
+    /// Removes an image. Idempotent.
     pub(super) fn remove_image(
         &mut self,
         request: cri::RemoveImageRequest,
@@ -711,7 +714,7 @@ impl World {
     }
 }
 
-/// What containerd 1.6 (or this fake) doesn't have.
+/// Answers a call that containerd 1.6 (or this fake) does not implement.
 pub(super) fn lacking<Q, A>(_: &mut World, _: Q) -> Result<A, Status> {
     Err(Status::unimplemented("unknown method"))
 }
@@ -721,7 +724,7 @@ fn named(image: Option<cri::ImageSpec>) -> Result<String, Status> {
     if name.is_empty() { Err(Status::invalid_argument("image name is missing")) } else { Ok(name) }
 }
 
-/// An empty wish is met by all; an id by its beginning, as containerd has it.
+/// Matches an id with its prefix, like containerd; an empty prefix matches every id.
 fn matches_id(id: &str, wanted: &str) -> bool {
     id.starts_with(wanted)
 }
@@ -730,7 +733,7 @@ fn matches_labels(labels: &HashMap<String, String>, selector: &HashMap<String, S
     selector.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
-/// A name as the registry has it: `busybox` is `docker.io/library/busybox:latest`.
+/// Returns the name in the registry: `busybox` is `docker.io/library/busybox:latest`.
 pub(super) fn full_name(name: &str) -> String {
     let first = name.split('/').next().unwrap_or_default();
     let has_host = name.contains('/') && (first.contains(['.', ':']) || first == "localhost");
@@ -743,7 +746,7 @@ pub(super) fn full_name(name: &str) -> String {
     if untagged { format!("{hosted}:latest") } else { hosted }
 }
 
-/// The repository and the tag of a full name.
+/// Splits a full name into repository and tag.
 fn split_tag(full: &str) -> (&str, Option<&str>) {
     let name = full.split('@').next().unwrap_or(full);
     match name.rsplit_once(':') {

@@ -190,7 +190,7 @@ fn pods_that_come_and_go_at_random_beside_hostile_ones_leave_nothing_and_nothing
     let clean = before.wait_as_before(&node.containerd, &node.agent);
     let (mut after, held) =
         (Traces::of(&node.containerd, &node.agent).unwrap(), Held::by(&node.agent).unwrap());
-    let lost = if clean.is_err() { after.take_lost(&node.containerd) } else { Vec::new() };
+    let lost = if clean.is_err() { after.remove_lost(&node.containerd) } else { Vec::new() };
 
     let Deeds { created, killed, changed, removed } = deeds;
     println!(
