@@ -328,10 +328,10 @@ impl Agent {
         block_on(async { Watch::start(&socket).await?.until(what, PATIENCE, found).await })
     }
 
-    /// Applies `look` to the current pods.
-    pub fn look<T: Send>(&self, look: impl FnOnce(&Watch) -> T + Send) -> Result<T> {
+    /// Applies `query` to the current pods.
+    pub fn inspect<T: Send>(&self, query: impl FnOnce(&Watch) -> T + Send) -> Result<T> {
         let socket = self.socket();
-        block_on(async { Ok(look(&Watch::start(&socket).await?)) })
+        block_on(async { Ok(query(&Watch::start(&socket).await?)) })
     }
 
     /// Returns the `beelet` command with these arguments for this agent.

@@ -52,7 +52,7 @@ impl SamplePlugin {
     }
 
     /// Sends a command, and waits until it is done.
-    pub fn tell(&mut self, line: &str) -> Result<()> {
+    pub fn run(&mut self, line: &str) -> Result<()> {
         let stdin = self.stdin.as_mut().context("the plugin has quit")?;
         writeln!(stdin, "{line}").context("the plugin has ended")?;
         if line != "quit" {
@@ -91,7 +91,7 @@ impl SamplePlugin {
 
     /// Ends the plugin in an orderly way, which removes its socket.
     pub fn quit(mut self) -> Result<()> {
-        self.tell("quit")?;
+        self.run("quit")?;
         self.stdin = None;
         self.child.0.wait().context("the plugin does not end")?;
         Ok(())

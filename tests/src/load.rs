@@ -61,7 +61,7 @@ impl Load {
     }
 
     /// Sends a command and waits until it is done; returns the answer without its `ok`.
-    pub fn tell(&mut self, command: &str) -> Result<String> {
+    pub fn run(&mut self, command: &str) -> Result<String> {
         self.begin(command)?;
         self.answer()
     }

@@ -127,7 +127,7 @@ fn timed(load: &mut Load, command: &str) -> Result<f64> {
     if interrupted() {
         bail!("interrupted");
     }
-    Ok(load.tell(command)?.parse()?)
+    Ok(load.run(command)?.parse()?)
 }
 
 /// Measures all rows.
@@ -217,7 +217,7 @@ fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
     let traffic = kernel.traffic().context("the byte counter is not loaded")?;
     kernel.stop(true)?;
     place.detach_scheduler()?;
-    let ports = (place.load.tell("listen")?, place.outside.tell("listen")?);
+    let ports = (place.load.run("listen")?, place.outside.run("listen")?);
     let mut rows = Vec::new();
     // Connections and bytes, for some ten milliseconds each.
     let (connections, bulk) = ((200, 0), (1, 30_000_000));

@@ -206,7 +206,7 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     let step = Step::start(format!("density: the agent of {} pods killed and started again", size.pods));
     let (relaunch, lost) = killed_and_started(agent, size.pods, quick)?;
     flips += lost;
-    let restarts = agent.look(|watch| watch.pods.values().map(PodView::restarts).sum::<i32>())?;
+    let restarts = agent.inspect(|watch| watch.pods.values().map(PodView::restarts).sum::<i32>())?;
     step.done(&format!("{relaunch:.0} ms, {flips} flips, {restarts} restarts"));
     rows.extend([
         Row::new("density", size.to_ready, "ms", to_ready, EDGE),

@@ -75,7 +75,7 @@ impl Owner {
     fn ready(&self, containerd: &Containerd) -> Result<usize> {
         match self {
             Self::Us(agent) => {
-                agent.look(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count())
+                agent.inspect(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count())
             }
             Self::Kubelet(_) => block_on(running(&containerd.socket())),
         }

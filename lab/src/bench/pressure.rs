@@ -91,7 +91,7 @@ fn one_round(
             biting = false;
         }
         let killed = |watch: &Watch| watch.pod(&name).and_then(killed_by_the_kernel);
-        if !biting && agent.look(killed)?.unwrap_or(false) {
+        if !biting && agent.inspect(killed)?.unwrap_or(false) {
             break None;
         }
         if began.elapsed() > PATIENCE {

@@ -136,7 +136,7 @@ impl Node {
         loop {
             let asked = Instant::now();
             let ready =
-                self.agent.look(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count())?;
+                self.agent.inspect(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count())?;
             step.detail(&format!("{ready} ready"));
             if ready >= pods {
                 return Ok(());

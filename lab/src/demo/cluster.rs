@@ -146,7 +146,7 @@ fn away(demo: &mut Demo, cluster: &mut Cluster, control: &mut Control) -> Result
         if workdir::interrupted() {
             bail!("interrupted");
         }
-        let ready = demo.agent.look(|watch| watch.pod(POD).is_some_and(PodView::ready))?;
+        let ready = demo.agent.inspect(|watch| watch.pod(POD).is_some_and(PodView::ready))?;
         looks = (looks.0 + 1, looks.1 + u32::from(ready));
         std::thread::park_timeout(Duration::from_secs(1));
     }

@@ -179,9 +179,9 @@ fn usage_that_crosses_a_threshold_is_told_on_version_1() {
     }
     let threshold = pods.cgroups.usage_threshold(PODS, 16 * MIB).unwrap();
     let mut load = pods.load();
-    load.tell(&format!("allocate {}", 4 * MIB)).unwrap();
+    load.run(&format!("allocate {}", 4 * MIB)).unwrap();
     assert!(!is_ready(&threshold, PollFlags::IN, 0), "ready below the threshold");
-    load.tell(&format!("allocate {}", 24 * MIB)).unwrap();
+    load.run(&format!("allocate {}", 24 * MIB)).unwrap();
     assert!(is_ready(&threshold, PollFlags::IN, 30));
 }
 
@@ -198,7 +198,7 @@ async fn what_the_kernel_tells_reaches_those_who_look_at_memory() {
     // The first hint may come from a file that was never read before.
     let enough = tokio::time::timeout(PATIENCE, given.wait_for(|count| *count >= 2));
     let (mut load, squeeze) = (pods.load(), pods.squeeze());
-    let loading = std::thread::spawn(move || while load.tell(&squeeze).is_ok() {});
+    let loading = std::thread::spawn(move || while load.run(&squeeze).is_ok() {});
     let heard = enough.await;
     // The removal of the cgroup ends its process, and so the thread.
     listening.abort();

@@ -104,7 +104,7 @@ fn hostile() -> Vec<Value> {
 }
 
 fn kill_one(node: &Node, name: &str, random: &mut Random) -> bool {
-    let Some(pod) = node.agent.look(|watch| watch.pod(name).cloned()).unwrap() else { return false };
+    let Some(pod) = node.agent.inspect(|watch| watch.pod(name).cloned()).unwrap() else { return false };
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let dir = node.containerd.cgroup().folder("memory", &path).unwrap();
     let processes = guards::processes_below(&dir);
@@ -115,7 +115,7 @@ fn kill_one(node: &Node, name: &str, random: &mut Random) -> bool {
 fn until_gone(node: &Node, pods: usize) {
     let deadline = Instant::now() + Duration::from_secs(120 + 10 * pods as u64);
     loop {
-        let (count, how) = node.agent.look(|watch| (watch.pods.len(), watch.describe())).unwrap();
+        let (count, how) = node.agent.inspect(|watch| (watch.pods.len(), watch.describe())).unwrap();
         if count == 0 {
             return;
         }

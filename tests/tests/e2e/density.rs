@@ -24,7 +24,7 @@ fn apply(agent: &Agent, n: usize) {
 fn wait(agent: &Agent, what: &str, pods: usize, done: impl Fn(&[PodView]) -> bool + Send + Sync) {
     let deadline = Instant::now() + Duration::from_secs(120 + 10 * pods as u64);
     loop {
-        let views: Vec<PodView> = agent.look(|watch| watch.pods.values().cloned().collect()).unwrap();
+        let views: Vec<PodView> = agent.inspect(|watch| watch.pods.values().cloned().collect()).unwrap();
         if done(&views) {
             return;
         }
@@ -58,7 +58,7 @@ fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
     let there = Traces::of(&containerd, &agent).unwrap();
     let (leases, interfaces) = before.network();
     assert_eq!(there.network(), (leases + 110, interfaces + 110));
-    let restarts: i32 = agent.look(|watch| watch.pods.values().map(PodView::restarts).sum()).unwrap();
+    let restarts: i32 = agent.inspect(|watch| watch.pods.values().map(PodView::restarts).sum()).unwrap();
     assert_eq!(restarts, 0);
     (0..110).for_each(|n| agent.remove(&file(n)).unwrap());
     until_gone(&agent, 110);

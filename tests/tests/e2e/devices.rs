@@ -157,7 +157,7 @@ fn a_pod_keeps_its_device_whatever_happens_to_plugin_and_agent() {
     node.until_plugins_can_register();
     let mut newer = sample(&node, &["--socket", "v2.sock"]);
     node.until_health(RESOURCE, "Healthy");
-    newer.tell("devices !a b").unwrap();
+    newer.run("devices !a b").unwrap();
     node.until_health(RESOURCE, "Unhealthy");
     node.apply("other", RESOURCE, 1, LOOK);
     assert!(node.said(&node.ready("other")).contains("got b\n"));
@@ -197,13 +197,13 @@ fn killed_while_a_plugin_allocates_the_agent_gives_each_device_to_one_pod() {
     require!(containerd);
     let mut node = start();
     let mut plugin = sample(&node, &[]);
-    plugin.tell("allocate hold").unwrap();
+    plugin.run("allocate hold").unwrap();
     node.apply("web", RESOURCE, 1, LOOK);
     assert_eq!(plugin.hear("allocate").unwrap(), "a");
     node.agent.kill9();
     // The plugin would answer only now.
-    plugin.tell("allocate ok").unwrap();
-    plugin.tell("go").unwrap();
+    plugin.run("allocate ok").unwrap();
+    plugin.run("go").unwrap();
     node.agent.resume().unwrap();
     plugin.hear("registered").unwrap();
     let web = node.ready("web");

@@ -158,7 +158,7 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
     let (code, out, error) = node.cli(&["delete", "pod", "web", "--keep-manifest", "--grace-period", "0"]);
     assert!(code == Some(0) && out.contains("pod/web-testnode deleted"), "{out}{error}");
     assert!(
-        node.agent.look(|watch| watch.pod("web").is_none()).unwrap(),
+        node.agent.inspect(|watch| watch.pod("web").is_none()).unwrap(),
         "the command returned before the pod's removal"
     );
     let kept = node.agent.manifests().join("web.yaml.bak");

@@ -600,8 +600,10 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
     };
     let (started, stolen_before) = (cpu.read().unwrap(), stolen_seconds().unwrap());
     let before = network.each_ref().map(|pair| pair.read().unwrap());
-    let ip =
-        owner.look(|watch| watch.pod("talker").and_then(|pod| pod.ip().map(str::to_owned))).unwrap().unwrap();
+    let ip = owner
+        .inspect(|watch| watch.pod("talker").and_then(|pod| pod.ip().map(str::to_owned)))
+        .unwrap()
+        .unwrap();
     talk(&ip);
     for (pair, then) in network.iter().zip(before) {
         pair.apart(then, 0.0, BULK as f64);

@@ -82,7 +82,7 @@ impl Node {
     }
 
     fn pod(&self, name: &str) -> PodView {
-        self.agent.look(|watch| watch.pod(name).cloned()).unwrap().unwrap()
+        self.agent.inspect(|watch| watch.pod(name).cloned()).unwrap().unwrap()
     }
 
     /// Returns the pods' available memory in MiB: their limit less their working set, as the agent computes
@@ -137,7 +137,7 @@ fn end(pod: &PodView) -> Option<String> {
 /// Returns a line for a failed test: the waits that `beelet describe` prints, both containers' states, the
 /// growth that the metrics name, and the kernel's own account of the pods' waits.
 fn memory_waits(node: &Node, described: Option<&str>) -> String {
-    let states = node.agent.look(|watch| {
+    let states = node.agent.inspect(|watch| {
         let state = |name: &str| watch.pod(name)?.container("main")?.state.clone();
         format!("{:?}", (state("server"), state("hog")))
     });

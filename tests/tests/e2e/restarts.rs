@@ -177,7 +177,7 @@ fn containerd_stopped_and_started_again_costs_no_pod_its_readiness() {
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     let before = ready(&agent, "web");
     containerd.stop().unwrap();
-    let while_away = agent.look(|watch| watch.pod("web").cloned()).unwrap().unwrap();
+    let while_away = agent.inspect(|watch| watch.pod("web").cloned()).unwrap().unwrap();
     assert_eq!(identity(&while_away), identity(&before));
     // A manifest that is added during the outage runs when the runtime is back.
     agent.apply("late.yaml", manifests::serving("late").to_string()).unwrap();

@@ -79,7 +79,7 @@ fn our_own_dump_has_bpftools_names() {
     let Some(bpftool) = bpftool() else { return };
     let place = Place::new("bk-dump");
     let kernel = place.start();
-    place.container("pod1/one", &[]).load(None).tell("udp 1 1").unwrap();
+    place.container("pod1/one", &[]).load(None).run("udp 1 1").unwrap();
     let mut compared = 0;
     for map in kernel.memory() {
         let Ok(ours) = beelet_bpf::dump(place.bpffs.path(), "beelet", map.map) else {

@@ -285,14 +285,14 @@ fn what_is_no_pods_is_not_counted() {
     let kernel = place.start();
     let stranger = outside.container("pod1/one", &[]);
     let container = place.container("burstable/pod1/one", &[]);
-    stranger.load(None).tell("burn 50").unwrap();
+    stranger.load(None).run("burn 50").unwrap();
     let mut inside = container.load(None);
     let measures = kernel.measures().unwrap();
     let deadline = Instant::now() + PATIENCE;
     // Time on the CPU is counted when a thread leaves the CPU, so the load may answer before that. On a busy
     // machine, the load gets little of its 50 ms.
     let snapshot = loop {
-        inside.tell("burn 50").unwrap();
+        inside.run("burn 50").unwrap();
         let snapshot = measures.snapshot().unwrap();
         if snapshot.get(&container.id()).is_some_and(|counted| counted.on_cpu_ns > 10_000_000) {
             break snapshot;
@@ -497,7 +497,7 @@ fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
     let mut read = |place: &Place, container: &Container, file: &tempfile::NamedTempFile| {
         let mut load = container.load(None);
         limit_memory(place, container, 24 << 20);
-        load.tell(&format!("stream {}", file.path().display())).unwrap();
+        load.run(&format!("stream {}", file.path().display())).unwrap();
         interference.read(&measures.snapshot().unwrap()).unwrap().reclaimers.memcg
     };
     let pages = |told: &[(u64, u64)], of: &Container| {
@@ -530,7 +530,7 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
     limit_memory(&place, &container, 24 << 20);
     let stalled = || container.number("memory.pressure", "total") * 1000; // the first line is `some`
     let (before, file_before) = (container.counters(&kernel), stalled());
-    reader.tell(&format!("stream {}", file.path().display())).unwrap();
+    reader.run(&format!("stream {}", file.path().display())).unwrap();
     let (after, file_after) = (container.counters(&kernel), stalled());
     let (ours, files) = (after.memcg_reclaim_ns - before.memcg_reclaim_ns, file_after - file_before);
     println!(
@@ -550,7 +550,7 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
                 return true;
             }
         }
-        reader.tell(&format!("stream {}", file.path().display())).unwrap();
+        reader.run(&format!("stream {}", file.path().display())).unwrap();
         false
     });
     assert!(heard, "no edge for the reclaim");
@@ -575,7 +575,7 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
     let mut load = load(&seat);
     let check = |load: &mut Load, command: &str, tolerance: f64, missing: u64| {
         let (before, file_before) = (container.counters(&kernel), loopback(load.pid()));
-        load.tell(command).unwrap();
+        load.run(command).unwrap();
         let (after, file_after) = (container.counters(&kernel), loopback(load.pid()));
         let delta = |index: usize| file_after[index] - file_before[index];
         let packets = (after.rx_packets - before.rx_packets, after.tx_packets - before.tx_packets);
@@ -614,7 +614,7 @@ fn bytes_are_counted_only_while_somebody_asked_for_it() {
     let mut load = load(&seat);
     let mut grown = |kernel: &Kernel| {
         let before = container.counters(kernel).rx_packets;
-        load.tell("udp 100 500").unwrap();
+        load.run("udp 100 500").unwrap();
         container.counters(kernel).rx_packets - before
     };
     let traffic = kernel.traffic().expect("byte-counting programs");
@@ -652,14 +652,14 @@ fn what_is_sent_again_is_counted_as_tcp_counts_it() {
     let seat = Seat { cgroups: container.dirs.clone(), netns: Some(place.netns.path()), cpu: None };
     let mut load = load(&seat);
     assert_eq!(container.counters(&kernel).retransmits, 0);
-    load.tell("lose").unwrap();
+    load.run("lose").unwrap();
     // TCP retransmits after 200 ms, 400 ms, …
     let deadline = Instant::now() + PATIENCE;
     while retransmitted(load.pid()) < 3 {
         assert!(Instant::now() < deadline, "TCP does not retransmit");
         std::thread::sleep(Duration::from_millis(20));
     }
-    load.tell("found").unwrap();
+    load.run("found").unwrap();
     assert_eq!(container.counters(&kernel).retransmits, retransmitted(load.pid()));
 }
 
@@ -672,14 +672,14 @@ fn counters_of_dead_cgroups_are_removed() {
     let stays = place.container("pod0/c", &[]);
     let mut load = stays.load(None);
     let goes = place.container("pod1/c", &[]);
-    goes.load(None).tell("burn 5").unwrap();
+    goes.load(None).run("burn 5").unwrap();
     let gone = goes.id();
     assert!(kernel.measures().unwrap().snapshot().unwrap().contains_key(&gone));
     beelet_tests::guards::remove_cgroups(&[place.cgroup_dir().join("pod1")]).unwrap();
     // The reader checks every 256 exits and removes the counters of a cgroup that is missing at two checks.
     let deadline = Instant::now() + PATIENCE;
     while kernel.measures().unwrap().snapshot().unwrap().contains_key(&gone) {
-        load.tell("spawn 100").unwrap();
+        load.run("spawn 100").unwrap();
         while edges.try_recv().is_some() {}
         assert!(Instant::now() < deadline, "the counters of a dead cgroup were not removed");
     }

@@ -134,7 +134,7 @@ fn a_latency_critical_pod_wakes_up_before_busy_best_effort_pods() {
     let Some(pods) = Pods::new() else { return };
     let (first, last) = (pods.container("podfirst/c"), pods.container("besteffort/podlast/c"));
     let _busy = crowd(&last);
-    let late = |sleeper: &mut Load| sleeper.tell("doze 200").unwrap().parse::<f64>().unwrap();
+    let late = |sleeper: &mut Load| sleeper.run("doze 200").unwrap().parse::<f64>().unwrap();
     let (mut sleeper, mut last_sleeper) = (in_cgroup(&first), in_cgroup(&last));
     let without = late(&mut sleeper);
     let scheduler = pods.start();

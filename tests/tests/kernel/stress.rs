@@ -87,7 +87,7 @@ fn cgroups_come_and_go(count: usize) {
     assert_eq!(kernel.drops().unwrap().unwrap().containers_full, 0);
     let after = place.container("pod-after/c", &[]);
     let mut load = after.load(None);
-    load.tell("burn 20").unwrap();
+    load.run("burn 20").unwrap();
     assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "a later container is not counted");
     buried(&kernel, &after, &mut load);
 }
@@ -103,7 +103,7 @@ fn buried(kernel: &Kernel, alive: &Container, load: &mut Load) {
             break;
         }
         assert!(Instant::now() < deadline, "{} dead cgroups are still counted", counted.len() - 1);
-        load.tell("spawn 100").unwrap();
+        load.run("spawn 100").unwrap();
         while edges.try_recv().is_some() {}
     }
 }
@@ -121,7 +121,7 @@ fn a_crowd_of_cgroups_is_counted_each_by_itself_and_so_is_the_next() {
         let mut load = place.container("crowd/first", &[]).load(None);
         for container in &crowd {
             std::fs::write(container.dirs[0].join("cgroup.procs"), load.pid().to_string()).unwrap();
-            load.tell(&format!("pingpong {rounds}")).unwrap();
+            load.run(&format!("pingpong {rounds}")).unwrap();
         }
         let counted = kernel.measures().unwrap().snapshot().unwrap();
         for container in &crowd {
@@ -266,7 +266,7 @@ fn exits_are_told_once_while_programs_are_replaced() {
     assert!(kernel.adopted());
     let edges = kernel.subscribe(Interest::EXITS);
     spawner.answer().unwrap();
-    let answer = spawner.tell("spawn 50").unwrap();
+    let answer = spawner.run("spawn 50").unwrap();
     let later: Vec<u32> =
         answer.split(' ').map(|process| process.split(':').next().unwrap().parse().unwrap()).collect();
     let deadline = Instant::now() + PATIENCE;

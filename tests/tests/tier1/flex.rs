@@ -59,7 +59,7 @@ fn mounted(scene: &Scene, pod: &str) -> PathBuf {
 
 fn until_nothing_is_mounted(scene: &Scene) {
     let dir = scene.dir.path().to_owned();
-    scene.look_until("all volumes to be unmounted", || {
+    scene.poll_until("all volumes to be unmounted", || {
         let mounts = guards::mounts().map_err(|error| error.to_string())?;
         match mounts.iter().find(|mount| mount.path.starts_with(&dir)) {
             Some(mount) => Err(format!("{mount:?}")),
@@ -92,7 +92,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
         .to_string()
     };
     scene.agent.apply("key.yaml", secret("Opaque")).unwrap();
-    scene.until_told("cannot get secret of type example.com/shelf");
+    scene.until_logged("cannot get secret of type example.com/shelf");
     assert_eq!(count(&dir, "mount"), 0);
     scene.agent.apply("key.yaml", secret(DRIVER)).unwrap();
     scene.until_ready("web");
@@ -123,7 +123,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
     assert_eq!(count(&dir, "mount"), 1);
     fs::write(dir.join("drivers/example.com~shelf/locked"), "").unwrap();
     scene.remove("web");
-    scene.look_until("the driver to refuse", || match count(&dir, "unmount") {
+    scene.poll_until("the driver to refuse", || match count(&dir, "unmount") {
         0 => Err(format!("{:?}", commands(&dir))),
         _ => Ok(()),
     });
@@ -134,7 +134,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
     scene.until_gone("web");
     until_nothing_is_mounted(&scene);
     // The pod has no manifest, and a killed agent has no row for it in its table.
-    scene.look_until("the pod's folder to be removed", || {
+    scene.poll_until("the pod's folder to be removed", || {
         if place.exists() { Err(place.display().to_string()) } else { Ok(()) }
     });
     scene.is_well();

@@ -136,7 +136,7 @@ fn a_collector_that_is_away_is_told_once_and_holds_nothing_up() {
         let tracing = json!({ "endpoint": format!("127.0.0.1:{port}"), "samplingRatePerMillion": 1_000_000 });
         options.kubelet("tracing", tracing)
     });
-    scene.until_told("spans can't be sent, and are lost");
+    scene.until_logged("spans can't be sent, and are lost");
     scene.apply(&manifests::pod("web", &["/bin/testapp"]));
     scene.until_ready("web");
     scene.is_well();

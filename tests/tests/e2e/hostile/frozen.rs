@@ -66,7 +66,7 @@ fn processes_that_cannot_be_killed_hold_up_their_own_pod_alone_and_go_when_they_
         std::thread::sleep(Duration::from_millis(500));
     }
     let holds = hierarchies().unwrap().iter().any(|one| one.controllers.iter().any(|name| name == "freezer"));
-    let there = scene.node.agent.look(|watch| watch.pod("frozen").is_some()).unwrap();
+    let there = scene.node.agent.inspect(|watch| watch.pod("frozen").is_some()).unwrap();
     assert!(there || !holds, "a pod with running processes was reported as removed");
     drop(frozen);
     scene.gone(Instant::now(), &["frozen"], Allowance::default());

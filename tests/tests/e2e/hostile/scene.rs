@@ -202,7 +202,7 @@ impl Scene {
         let most = self.longest_stay(allowance.time);
         wait_for("the hostile pods to be removed", PATIENCE + most, || {
             let there = |watch: &Watch| hostile.iter().any(|name| watch.pod(name).is_some());
-            let (any, how) = self.node.agent.look(|watch| (there(watch), watch.describe())).unwrap();
+            let (any, how) = self.node.agent.inspect(|watch| (there(watch), watch.describe())).unwrap();
             if any { Err(how) } else { Ok(()) }
         })
         .unwrap();
@@ -282,7 +282,7 @@ fn waits_for_a_fifo(pid: u32) -> usize {
 /// Returns the parts of a bystander that must not change: its identity, its containers, and the times of its
 /// conditions.
 fn identity(node: &Node, name: &str) -> Value {
-    let pod = node.agent.look(|watch| watch.pod(name).cloned()).unwrap().unwrap();
+    let pod = node.agent.inspect(|watch| watch.pod(name).cloned()).unwrap().unwrap();
     let status = pod.pod.status.clone().unwrap();
     let containers: Vec<_> =
         pod.containers().iter().map(|one| (one.container_id.clone(), one.restart_count, one.ready)).collect();

@@ -57,7 +57,7 @@ fn many_files(scene: &Scene, count: usize, per_file: Duration) {
     while !scene
         .node
         .agent
-        .look(|watch| watch.pod("many").is_some_and(beelet_tests::pods::PodView::ready))
+        .inspect(|watch| watch.pod("many").is_some_and(beelet_tests::pods::PodView::ready))
         .unwrap()
     {
         assert!(Instant::now() < deadline, "the files are incomplete");

@@ -30,7 +30,7 @@ impl Member {
     /// Its records as they are once `wanted` finds in them what it looks for.
     fn until_kept(&self, record: &str, wanted: &str) -> String {
         let read = || self.scene.agent.record(record).map(|value| value.to_string()).unwrap_or_default();
-        self.scene.look_until(&format!("the record {record} to have {wanted:?}"), || {
+        self.scene.poll_until(&format!("the record {record} to have {wanted:?}"), || {
             if read().contains(wanted) { Ok(()) } else { Err(read()) }
         });
         read()
@@ -54,7 +54,7 @@ impl Member {
 
     /// Waits until a file of a volume of the pod says `wanted`.
     fn until_volume(&self, pod: &Value, file: &str, wanted: &str) {
-        self.scene.look_until(&format!("{file} to say {wanted:?}"), || match self.volume(pod, file) {
+        self.scene.poll_until(&format!("{file} to say {wanted:?}"), || match self.volume(pod, file) {
             Some(text) if text == wanted => Ok(()),
             other => Err(format!("{other:?}")),
         });
@@ -85,7 +85,7 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
             watch.pod(name).filter(|pod| pod.phase() == "Running").map(drop)
         });
     }
-    member.scene.until_told("the API server has not answered for 1 s: 2 pods run by what it said last");
+    member.scene.until_logged("the API server has not answered for 1 s: 2 pods run by what it said last");
     member.until_volume(&web, "conf/color", "red");
     // Whoever reads it finds it, and is refused until there is one.
     member.until_volume(&web, "access/token", "");
@@ -94,7 +94,7 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
     member.api.come_back();
     member.until_stopped("goes");
     member.until_running("web").await;
-    member.scene.look_until("the token to be there again", || match member.volume(&web, "access/token") {
+    member.scene.poll_until("the token to be there again", || match member.volume(&web, "access/token") {
         Some(token) if !token.is_empty() => Ok(()),
         other => Err(format!("{other:?}")),
     });
@@ -144,7 +144,7 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
         member.until_kept("assigned", "\"web\"");
         if with_key {
             // Sealed, an empty list is 56 characters long.
-            member.scene.look_until("the Secret to be among what is sealed", || {
+            member.scene.poll_until("the Secret to be among what is sealed", || {
                 let sealed = member.scene.agent.record("assigned-secrets").unwrap_or_default();
                 let length = sealed["content"].as_str().unwrap_or_default().len();
                 if length > 100 { Ok(()) } else { Err(format!("{length} characters")) }
@@ -156,14 +156,14 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
             assert!(!text.contains("eHl6enk") && !text.contains("xyzzy"), "{text}");
         }
         member.reboot_alone();
-        member.scene.until_told("pods run by what it said last");
+        member.scene.until_logged("pods run by what it said last");
         if with_key {
             member.scene.until("web to run again", |watch| {
                 watch.pod("web").filter(|pod| pod.phase() == "Running").map(drop)
             });
             member.until_volume(&web, "hush/word", "xyzzy");
         } else {
-            member.scene.until_told("it waits for the API server");
+            member.scene.until_logged("it waits for the API server");
             assert!(!member.runs("web"));
         }
         member.api.come_back();

@@ -50,7 +50,7 @@ impl Member {
 
     /// Waits until the driver has been asked so often.
     fn until_called(&self, driver: &CsiDriver, method: &str, times: usize) {
-        self.scene.look_until(&format!("{times} calls of {method}"), || {
+        self.scene.poll_until(&format!("{times} calls of {method}"), || {
             let count = driver.calls(method).len();
             if count >= times { Ok(()) } else { Err(format!("{count}: {:?}", driver.order())) }
         });
@@ -145,7 +145,7 @@ async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last(
     member.until_nothing_is_mounted();
     assert!(member.shelf().join("disk-1/file").exists());
     let left = member.kubelet_dir().join(digest);
-    member.scene.look_until("no record to be left", || {
+    member.scene.poll_until("no record to be left", || {
         let count = std::fs::read_dir(&left).map(Iterator::count).unwrap_or(0);
         if count == 0 { Ok(()) } else { Err(format!("{count} in {}", left.display())) }
     });
@@ -469,7 +469,7 @@ async fn a_block_volume_is_a_device_of_the_container() {
     assert_eq!(staged, plugin.join("staging/pv-1").display().to_string());
     member.api.delete(&path("web"));
     member.until_called(&driver, "NodeUnstageVolume", 1);
-    member.scene.look_until("nothing to be left", || {
+    member.scene.poll_until("nothing to be left", || {
         if Path::new(&expected).exists() { Err(expected.clone()) } else { Ok(()) }
     });
     // Used as what it isn't, it is refused.

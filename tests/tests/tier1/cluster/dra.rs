@@ -39,14 +39,14 @@ impl Member {
     }
 
     fn until_met(&self, driver: &DraDriver) {
-        self.scene.look_until("the driver to be told of its registration", || match driver.registration() {
+        self.scene.poll_until("the driver to be told of its registration", || match driver.registration() {
             Some((true, _)) => Ok(()),
             told => Err(format!("{told:?}")),
         });
     }
 
     fn until_asked(&self, driver: &DraDriver, method: &str, times: usize) {
-        self.scene.look_until(&format!("{times} calls of {method}"), || {
+        self.scene.poll_until(&format!("{times} calls of {method}"), || {
             let calls = driver.calls(method);
             if calls.len() >= times { Ok(()) } else { Err(format!("{calls:?}")) }
         });
@@ -64,7 +64,7 @@ impl Member {
     }
 
     fn until_no_claim_is_recorded(&self) {
-        self.scene.look_until("no claim to be recorded", || {
+        self.scene.poll_until("no claim to be recorded", || {
             let record = self.record();
             if record.contains("ClaimUID") { Err(record) } else { Ok(()) }
         });
@@ -323,7 +323,7 @@ async fn claims_outlive_the_agent_and_those_of_pods_that_went_meanwhile_are_give
     member.scene.agent.resume().unwrap();
     let container = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&container, 1);
-    member.scene.look_until("another container", || match member.scene.cri.container("web", "main") {
+    member.scene.poll_until("another container", || match member.scene.cri.container("web", "main") {
         Some(now) if now.id != container => Ok(()),
         _ => Err("none".to_owned()),
     });
@@ -353,7 +353,7 @@ async fn a_record_that_is_damaged_is_set_aside_and_made_anew() {
     member.until_met(&driver);
     let container = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&container, 1);
-    member.scene.look_until("the claim to be prepared again", || {
+    member.scene.poll_until("the claim to be prepared again", || {
         let ready = member.record().contains("example.com/gpu=big");
         if ready { Ok(()) } else { Err(member.record()) }
     });
@@ -411,7 +411,7 @@ async fn a_plugin_that_speaks_nothing_known_is_told_why_it_is_not_registered() {
     let member = Member::start(FakeApi::start(), |options| options).await;
     let settings = Settings { services: vec!["v1alpha3.Node".to_owned()], ..Settings::named(DRIVER) };
     let driver = DraDriver::start(&member.registry(), settings).unwrap();
-    let told = member.scene.look_until("an answer", || driver.registration().ok_or("none".to_owned()));
+    let told = member.scene.poll_until("an answer", || driver.registration().ok_or("none".to_owned()));
     assert!(!told.0 && told.1.contains("none of services supported by the plugin"), "{told:?}");
     member.scene.is_well();
 }

@@ -112,7 +112,7 @@ async fn an_orphan_goes_whatever_grace_period_its_sandbox_has() {
     }
     member.scene.agent.resume().unwrap();
     for name in &names {
-        member.scene.look_until(&format!("{name} to be gone"), || match member.scene.cri.sandbox(name) {
+        member.scene.poll_until(&format!("{name} to be gone"), || match member.scene.cri.sandbox(name) {
             Some(sandbox) => Err(format!("its sandbox {} is there", sandbox.id)),
             None => Ok(()),
         });

@@ -200,7 +200,7 @@ async fn a_cordon_is_an_event_and_the_pods_addresses_are_told_to_the_runtime_and
     member.api.patch(&own_node(), &change);
     member.until_event("NodeNotSchedulable", "Node testnode status is now: NodeNotSchedulable").await;
     let until = |times: usize| {
-        member.scene.look_until("the addresses to be told", || {
+        member.scene.poll_until("the addresses to be told", || {
             let told = told();
             if told == vec!["10.244.1.0/24,fd00:1::/64"; times] { Ok(()) } else { Err(format!("{told:?}")) }
         });

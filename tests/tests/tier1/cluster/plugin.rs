@@ -75,7 +75,7 @@ async fn a_credential_plugin_that_hangs_is_ended_and_the_lease_is_renewed_once_i
     assert_eq!(renewed.authorization.as_deref(), Some("Bearer plugin"));
 
     fs::write(plugin.file("hangs"), "").unwrap();
-    member.scene.until_told("cannot renew the node's lease");
+    member.scene.until_logged("cannot renew the node's lease");
     // Whoever asks meanwhile waits for the run that there is: one for the lease, one for all others.
     for _ in 0..3 {
         member.scene.until_relisted();

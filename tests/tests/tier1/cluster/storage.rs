@@ -45,7 +45,7 @@ pub(crate) struct Pages(String);
 impl Pages {
     /// Waits until a page says this; the page.
     pub(crate) fn until(&self, member: &Member, path: &str, words: &str) -> String {
-        member.scene.look_until(&format!("{words} on {path}"), || {
+        member.scene.poll_until(&format!("{words} on {path}"), || {
             let page = http_get(&self.0, path).map_err(|error| error.to_string())?.1;
             if page.contains(words) { Ok(page) } else { Err(page) }
         })
@@ -84,7 +84,7 @@ impl Member {
     /// Nothing is mounted in the pods' folders, and none is left.
     pub(crate) fn until_nothing_is_mounted(&self) {
         let pods = self.scene.dir.path().join("agent/pods");
-        self.scene.look_until("nothing to be mounted", || {
+        self.scene.poll_until("nothing to be mounted", || {
             let mounts = guards::mounts().map_err(|error| error.to_string())?;
             match mounts.iter().find(|mount| mount.path.starts_with(&pods)) {
                 Some(mount) => Err(format!("{mount:?}")),
@@ -201,7 +201,7 @@ async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_wi
     member.api.remove(CLAIM);
     let before = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&before, 1);
-    member.scene.look_until("another container", || {
+    member.scene.poll_until("another container", || {
         let now = member.scene.cri.container("web", "main").unwrap();
         if now.id != before && member.runs("web") { Ok(()) } else { Err(now.id) }
     });
@@ -265,7 +265,7 @@ async fn a_volume_has_the_certificates_of_trust_bundles_and_gets_those_that_come
     member.api.put(&format!("{bundles}/one"), of_signer("BAUG"));
     member.api.put(&format!("{bundles}/two"), of_signer("BwgJ"));
     let expected = block("BAUG") + &block("BwgJ");
-    member.scene.look_until("both certificates", || {
+    member.scene.poll_until("both certificates", || {
         let found = file("ca.pem");
         if found == expected { Ok(()) } else { Err(found) }
     });

@@ -52,7 +52,7 @@ impl Member {
 
     /// Waits until no container of the pod runs.
     pub(crate) fn until_stopped(&self, name: &str) {
-        self.scene.look_until(&format!("{name} to be stopped"), || {
+        self.scene.poll_until(&format!("{name} to be stopped"), || {
             if self.runs(name) { Err("it runs".to_owned()) } else { Ok(()) }
         });
     }

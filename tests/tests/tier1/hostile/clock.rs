@@ -1,6 +1,6 @@
-//! The clock is set forward and back while pods run, crash and are evicted. It is a clock of the agent's own
-//! (libfaketime) and the fake runtime's; the machine's is never touched. The monotonic clocks go on as they
-//! do when an administrator, or an NTP client, sets the time.
+//! Tests that set the clock forward and back while pods run, crash and are evicted. Only the agent's clock
+//! (libfaketime) and the fake runtime's are set, never the machine's. The monotonic clocks continue, as they
+//! do when an administrator or an NTP client sets the time.
 
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -17,10 +17,10 @@ const HOUR: i64 = 3600;
 const DAY: i64 = 24 * HOUR;
 const YEAR: i64 = 365 * DAY;
 
-/// How far the clock is from the true one, one after the other: forward, back, and right again.
+/// Successive offsets from the true clock: forward, back, and correct again.
 const STEPS: [i64; 7] = [HOUR, -HOUR, DAY, -DAY, YEAR, -YEAR, 0];
 
-/// The offset's file.
+/// Returns the path of the file with the offset.
 fn clock(dir: &Path) -> PathBuf {
     dir.join("clock")
 }
@@ -32,8 +32,8 @@ fn set(dir: &Path, ahead: i64) {
     std::fs::rename(new, path).unwrap();
 }
 
-/// The agent on a clock of its own. libfaketime leaves shared memory behind when a process is killed: in a
-/// /dev/shm that only this process has.
+/// Runs the agent on its own clock. libfaketime leaves shared memory behind when a process is killed, so the
+/// agent has a private /dev/shm.
 fn on_own_clock(dir: &Path, options: Options) -> Options {
     set(dir, 0);
     let library = requires::faketime_library().unwrap();
@@ -58,7 +58,7 @@ impl Scene {
     }
 }
 
-/// Seconds since 1970, by the machine's clock.
+/// Returns the seconds since 1970 by the machine's clock.
 fn now() -> i64 {
     i64::try_from(UNIX_EPOCH.elapsed().unwrap().as_secs()).unwrap()
 }
@@ -73,7 +73,7 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
     require!(root, faketime);
     let mut scene = Scene::start(on_own_clock);
     scene.apply(&pod("web"));
-    // One that may run for ten hours, and a step is none of them.
+    // A pod that may run for ten hours; a clock step must not count.
     let mut timed = pod("timed");
     timed["spec"]["activeDeadlineSeconds"] = json!(10 * HOUR);
     scene.apply(&timed);
@@ -88,11 +88,11 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
         assert_eq!(steady(&scene.until_ready("web")), before, "{ahead}");
         assert_eq!(conditions.map(|name| scene.condition(name)), usual, "{ahead}");
         assert_eq!(scene.changes(), changes, "{ahead}");
-        assert!(scene.until_pod("timed", "to be there", |_| true).ready(), "{ahead}");
+        assert!(scene.until_pod("timed", "to exist", |_| true).ready(), "{ahead}");
     }
     scene.remove("timed");
     scene.until_gone("timed");
-    // They come and go at any time, and the agent really has this one: it names it as the pod's start.
+    // Pods start and end at any clock, and the agent uses its own clock for the pod's start time.
     for ahead in STEPS {
         scene.step(ahead);
         scene.apply(&pod("new"));
@@ -106,7 +106,7 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
         scene.until_gone("new");
         assert_eq!(steady(&scene.until_ready("web")), before, "{ahead}");
     }
-    // An agent that starts in another time adopts them all the same.
+    // An agent that starts at another time adopts the pods.
     for ahead in STEPS {
         scene.agent.kill9();
         scene.step(ahead);
@@ -119,7 +119,7 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
     }
 }
 
-/// Has a pod crash, and waits until it runs again.
+/// Crashes a pod and waits until it runs again.
 fn crashes(scene: &Scene, name: &str, restarts: i32) {
     scene.exit(name, 1);
     scene.until_pod(name, "to run again", |pod| pod.ready() && pod.restarts() == restarts);
@@ -136,12 +136,12 @@ fn a_crashed_container_never_waits_longer_than_its_delay() {
         scene.apply(&pod(&name));
         scene.until_ready(&name);
         crashes(&scene, &name, 1);
-        // This time it must wait; and while it does, the clock is set.
+        // The second crash causes a back-off, during which the clock is set.
         scene.exit(&name, 1);
         scene.until_pod(&name, "to wait", |pod| !pod.ready());
         scene.step(ahead);
         scene.until_pod(&name, "to run again", |pod| pod.ready() && pod.restarts() == 2);
-        // And again, from a time that its last end lies after, or long before.
+        // The third crash happens when the container's last exit is in the future or long past.
         crashes(&scene, &name, 3);
         scene.remove(&name);
         scene.until_gone(&name);
@@ -166,8 +166,7 @@ fn a_crashed_container_waits_no_longer_for_an_agent_that_starts_in_the_past() {
     scene.is_well();
 }
 
-/// A node whose state is on a disk of its own, which the test fills, so that disk runs short there and
-/// nowhere else.
+/// Node whose state is on a separate disk, which the test fills.
 struct Tight {
     scene: Scene,
     disk: Mount,
@@ -186,18 +185,19 @@ impl Tight {
                 .beelet("podsDir", dir.join("agent/state/pods").display().to_string());
             on_own_clock(dir, change(options))
         });
-        // What is given back first are images that nobody uses: they are pulled again.
+        // The agent first removes unused images, which are pulled again later.
         scene.cri.add_to_registry(images::APP);
         Tight { scene, disk: disk.unwrap() }
     }
 
-    /// Takes so much of the disk, in MiB.
-    fn take(&self, mib: usize) {
-        workdir::write(&self.disk.path().join("taken"), vec![1; mib << 20]).unwrap();
+    /// Fills the disk with a file of `mib` MiB.
+    fn fill(&self, mib: usize) {
+        workdir::write(&self.disk.path().join("filler"), vec![1; mib << 20]).unwrap();
     }
 
-    fn give_back(&self) {
-        std::fs::remove_file(self.disk.path().join("taken")).unwrap();
+    /// Removes the file of [`Tight::fill`].
+    fn free(&self) {
+        std::fs::remove_file(self.disk.path().join("filler")).unwrap();
     }
 
     fn until_evicted(&self, name: &str) -> PodView {
@@ -220,15 +220,15 @@ fn pressure_ends_when_it_ends_wherever_the_clock_is_set() {
         tight.scene.step(0);
         tight.scene.apply(&pod("web"));
         tight.scene.until_ready("web");
-        tight.take(14);
+        tight.fill(14);
         tight.scene.until_condition("DiskPressure", "True");
         tight.until_evicted("web");
         tight.scene.step(ahead);
         tight.scene.until_relisted();
         assert_eq!(tight.scene.condition("DiskPressure"), "True", "{ahead}");
-        tight.give_back();
+        tight.free();
         tight.scene.until_condition("DiskPressure", "False");
-        // It comes back by itself, as it does without a step.
+        // The pod comes back by itself, as it does without a step.
         let web = tight.scene.until_ready("web");
         assert_eq!(web.restarts(), 0, "{ahead}");
         tight.scene.is_well();
@@ -242,24 +242,24 @@ fn a_hard_threshold_acts_at_once_though_the_clock_was_just_set_back() {
     require!(root, faketime);
     let tight = Tight::start(hard);
     for ahead in [-HOUR, -DAY, -YEAR] {
-        // It was seen to be short at this time, so later seems to be before.
+        // The agent observes the shortage at this time; the next observation has an earlier time.
         tight.scene.step(0);
-        tight.take(14);
+        tight.fill(14);
         tight.scene.until_condition("DiskPressure", "True");
-        tight.give_back();
+        tight.free();
         tight.scene.until_condition("DiskPressure", "False");
         tight.scene.apply(&pod("web"));
         tight.scene.until_ready("web");
-        // Twice: the second while what was seen at the first is remembered.
-        tight.take(14);
+        // Two evictions: the second while the agent still remembers the first observation.
+        tight.fill(14);
         tight.scene.step(ahead);
         tight.until_evicted("web");
-        tight.give_back();
+        tight.free();
         tight.scene.until_ready("web");
-        tight.take(14);
+        tight.fill(14);
         tight.scene.step(2 * ahead);
         tight.until_evicted("web");
-        tight.give_back();
+        tight.free();
         tight.scene.until_ready("web");
         tight.scene.remove("web");
         tight.scene.until_gone("web");
@@ -277,20 +277,20 @@ fn a_soft_threshold_keeps_its_grace_period_wherever_the_clock_is_set() {
     });
     tight.scene.apply(&pod("web"));
     tight.scene.until_ready("web");
-    // Below the soft one, above the hard one.
-    tight.take(10);
+    // Below the soft threshold, above the hard one.
+    tight.fill(10);
     tight.scene.until_condition("DiskPressure", "True");
     for ahead in STEPS {
         tight.scene.step(ahead);
-        // Decisions are made once per second at least, and each time the runtime is listed too.
+        // The agent decides at least once per second, and lists the runtime each time.
         for _ in 0..2 {
             tight.scene.until_relisted();
         }
-        let web = tight.scene.until_pod("web", "to be there", |_| true);
+        let web = tight.scene.until_pod("web", "to exist", |_| true);
         assert!(web.ready(), "{ahead}");
     }
-    // The hard one does not wait for anything.
-    tight.take(14);
+    // The hard threshold has no grace period.
+    tight.fill(14);
     tight.until_evicted("web");
     tight.scene.is_well();
 }
@@ -301,14 +301,14 @@ fn an_evicted_pod_comes_back_under_an_agent_that_starts_in_the_past() {
     let mut tight = Tight::start(hard);
     tight.scene.apply(&pod("web"));
     tight.scene.until_ready("web");
-    tight.take(14);
+    tight.fill(14);
     tight.until_evicted("web");
-    tight.scene.look_until("the eviction to be on disk", || {
+    tight.scene.poll_until("the eviction to be on disk", || {
         let records = tight.scene.agent.record("pods").unwrap_or_default().to_string();
         if records.contains("Evicted") { Ok(()) } else { Err(records) }
     });
     tight.scene.agent.kill9();
-    tight.give_back();
+    tight.free();
     tight.scene.step(-YEAR);
     tight.scene.agent.resume().unwrap();
     tight.scene.until_ready("web");

@@ -57,9 +57,9 @@ fn on_a_read_only_root_everything_works_in_its_own_folders() {
     assert_eq!(scene.until_ready("web").uid(), web.uid());
     let file = scene.dir.path().join("other.yaml");
     workdir::write(&file, pod("other").to_string()).unwrap();
-    scene.told(&["apply", "-f", file.to_str().unwrap()]);
+    scene.stdout_of(&["apply", "-f", file.to_str().unwrap()]);
     scene.until_ready("other");
-    scene.told(&["delete", "pod", "other"]);
+    scene.stdout_of(&["delete", "pod", "other"]);
     scene.until_gone("other");
     scene.remove("web");
     scene.until_gone("web");
@@ -131,7 +131,7 @@ fn an_agent_whose_mounts_the_runtime_sees_runs_in_a_mount_namespace_of_its_own()
     let volume = scene.path("pods").join(uid).join("volumes/secret");
     // From where the runtime is.
     assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), "b");
-    assert!(scene.told(&["doctor", "-v"]).contains("sees what is mounted below"));
+    assert!(scene.stdout_of(&["doctor", "-v"]).contains("sees what is mounted below"));
     scene.remove("web");
     scene.until_gone("web");
     scene.is_well();
@@ -168,9 +168,9 @@ fn modes(umask: &str) -> BTreeMap<String, u32> {
     };
     let file = scene.dir.path().join("other.yaml");
     workdir::write(&file, pod("other").to_string()).unwrap();
-    scene.told(&["apply", "-f", file.to_str().unwrap()]);
+    scene.stdout_of(&["apply", "-f", file.to_str().unwrap()]);
     let other = scene.until_ready("other").uid().to_owned();
-    scene.look_until("the records", || {
+    scene.poll_until("the records", || {
         let known = ["pods", "events"].iter().all(|name| scene.agent.record(name).is_some());
         if known { Ok(()) } else { Err("they are not there".to_owned()) }
     });
@@ -243,7 +243,7 @@ fn with_few_descriptors_it_refuses_some_connections_and_serves_on_when_they_are_
         through(dir, options, "ulimit -n 256", "setpriv --bounding-set=-sys_resource {}").http().unwrap()
     };
     let mut scene = Scene::start(few);
-    scene.until_told("may open 256 files");
+    scene.until_logged("may open 256 files");
     for n in 0..20 {
         scene.apply(&pod(&format!("web{n}")));
     }
@@ -256,7 +256,7 @@ fn with_few_descriptors_it_refuses_some_connections_and_serves_on_when_they_are_
     for round in 0..3 {
         let unix: Vec<_> = (0..300).map_while(|_| UnixStream::connect(&socket).ok()).collect();
         let tcp: Vec<_> = (0..100).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
-        scene.look_until("all descriptors to be taken", || {
+        scene.poll_until("all descriptors to be taken", || {
             let open = fs::read_dir(format!("/proc/{}/fd", scene.agent.pid().unwrap())).unwrap().count();
             if open >= 250 { Ok(()) } else { Err(format!("{open} are open")) }
         });
@@ -264,7 +264,7 @@ fn with_few_descriptors_it_refuses_some_connections_and_serves_on_when_they_are_
         let first = scene.cri.calls().len();
         scene.until_called("a relist", first, 1, is_relist);
         drop((unix, tcp));
-        scene.look_until("it to answer again", || match scene.agent.get("/healthz") {
+        scene.poll_until("it to answer again", || match scene.agent.get("/healthz") {
             Ok((200, _)) => Ok(()),
             other => Err(format!("{other:?}")),
         });
@@ -430,12 +430,12 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
         // From the first word on it is ready, and it stays so.
         let first = scene.until_pod("web", "to be known", |_| true);
         assert!(first.ready() && first.uid() == before.uid());
-        let flipped = scene.agent.look(|watch| watch.pod("web").is_none_or(|pod| !pod.ready())).unwrap();
+        let flipped = scene.agent.inspect(|watch| watch.pod("web").is_none_or(|pod| !pod.ready())).unwrap();
         assert!(!flipped);
         scene.until_relisted();
         assert!(scene.until_pod("web", "to be known", |_| true).ready());
         if without {
-            scene.until_told("is not available here (");
+            scene.until_logged("is not available here (");
             let log = scene.agent.log();
             assert!(
                 log.contains("the kernel refuses BPF maps") && log.contains("Operation not permitted"),
@@ -455,7 +455,7 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
 
 /// Waits until the record, which is written behind the pod's publishing, says that it is ready.
 fn until_recorded(scene: &Scene, uid: &str) {
-    scene.look_until("the record of it", || {
+    scene.poll_until("the record of it", || {
         let record = scene.agent.record("pods").unwrap_or_default();
         let conditions = record[uid]["status"]["conditions"].clone();
         let is_ready = |condition: &Value| condition["type"] == "Ready" && condition["status"] == "True";

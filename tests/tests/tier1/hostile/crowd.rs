@@ -1,6 +1,5 @@
-//! A crowd at the kubelet's port: connections that say nothing, heads that come a byte at a time, heads as
-//! long as one may be and without an end, streams that nobody uses. The node goes on: probes are made on
-//! time, and memory has a bound.
+//! Test of a crowd at the kubelet's port: silent connections, heads that arrive byte by byte, unfinished
+//! heads of the maximum length, idle streams. Probes stay on time, and memory stays below a bound.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,35 +22,36 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use super::scene::Scene;
 use crate::server::{certificate, connector};
 
-/// Clients at a time.
+/// Number of concurrent clients.
 const CROWD: usize = 10_000;
-/// Of each kind as many must have been let in before the rest is looked at.
+/// Number of clients of each kind that the server must accept before the checks begin.
 const LET_IN: usize = 100;
-/// Probes that are looked at meanwhile.
+/// Number of probes that are checked.
 const PROBES: usize = 20;
-/// No pause between two of them may be as long: they are due each second, and may take five.
+/// Upper bound of the pause between two probes, which are due each second and may take five.
 const PAUSE: Duration = Duration::from_secs(10);
-/// Bytes that a client sends of a head: 128 KiB are allowed.
+/// Bytes of a head that a client sends; the limit is 128 KiB.
 const HEAD: usize = 120 << 10;
-/// docs/server.md, Limits: connections with their heads and TLS, and streams with their pieces both ways.
+/// Memory bound in KiB (docs/server.md, Limits): connections with their heads and TLS, and streams with
+/// their buffers of both directions.
 const MEMORY_KIB: u64 = 1024 * 192 + 512 * 128;
 
-/// What a client does.
+/// Behaviour of a client.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
-    /// It says nothing.
+    /// Sends nothing.
     Silent,
-    /// It sends a byte of a head per second.
+    /// Sends one byte of a head per second.
     Dripping,
-    /// It sends a head as long as one may be, but for its end.
+    /// Sends a head of the maximum length, without its end.
     Loud,
-    /// It asks for a stream, and neither reads nor writes what is on it.
+    /// Requests a stream, and neither reads nor writes data.
     HalfOpen,
 }
 
 const KINDS: [Kind; 4] = [Kind::Silent, Kind::Dripping, Kind::Loud, Kind::HalfOpen];
 
-/// The server, and how many clients of each kind it has let in.
+/// The server, with the number of accepted clients per kind.
 struct Crowd {
     address: SocketAddr,
     connector: TlsConnector,
@@ -59,10 +59,10 @@ struct Crowd {
 }
 
 impl Crowd {
-    /// A client that comes again each time that it is thrown out.
-    async fn come(self: Arc<Self>, kind: Kind) {
+    /// Runs a client that reconnects whenever the server disconnects it.
+    async fn run(self: Arc<Self>, kind: Kind) {
         loop {
-            // Whoever is thrown out is an error to itself.
+            // A disconnected client returns an error.
             let _ = self.visit(kind).await;
         }
     }
@@ -102,7 +102,7 @@ impl Crowd {
                 stream.write_all(request.as_bytes()).await?;
                 let mut answer = [0; 12];
                 stream.read_exact(&mut answer).await?;
-                // More than there may be are refused, and end.
+                // The server refuses streams over its limit.
                 if answer.ends_with(b"101") {
                     self.is_in(kind);
                     std::future::pending::<()>().await;
@@ -122,7 +122,7 @@ impl Crowd {
     }
 }
 
-/// A server that answers each probe, and when they came.
+/// Starts a server that answers each probe; returns its address and the probes' times.
 async fn probed() -> (SocketAddr, Arc<Mutex<Vec<Instant>>>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -140,7 +140,7 @@ async fn probed() -> (SocketAddr, Arc<Mutex<Vec<Instant>>>) {
     (address, times)
 }
 
-/// A streaming server that agrees to everything, and then says nothing.
+/// Starts a streaming server that accepts every upgrade and then stays silent.
 async fn streaming() -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -156,14 +156,14 @@ async fn streaming() -> SocketAddr {
     address
 }
 
-/// Waits until it is so, looking at it again and again.
-async fn until(what: &str, is_so: impl Fn() -> bool) {
-    let looking = async {
-        while !is_so() {
+/// Polls until the condition is true.
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let polling = async {
+        while !condition() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(PATIENCE * 4, looking).await.unwrap_or_else(|_| panic!("waited for {what}"));
+    timeout(PATIENCE * 4, polling).await.unwrap_or_else(|_| panic!("waited for {what}"));
 }
 
 async fn ask(crowd: &Crowd, path: &str) -> std::io::Result<String> {
@@ -173,13 +173,13 @@ async fn ask(crowd: &Crowd, path: &str) -> std::io::Result<String> {
     let request = format!("GET {path} HTTP/1.1\r\nHost: n\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut answer = Vec::new();
-    // One that ends without TLS' own end has answered all the same.
+    // An answer without a TLS close_notify is valid.
     let _ = stream.read_to_end(&mut answer).await;
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 #[test]
-fn a_crowd_at_the_kubelets_port_delays_no_probe_and_takes_no_more_memory_than_its_bound() {
+fn a_crowd_at_the_kubelets_port_delays_no_probe_and_stays_within_its_memory_bound() {
     require!(root);
     let most = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).unwrap();
@@ -187,9 +187,11 @@ fn a_crowd_at_the_kubelets_port_delays_no_probe_and_takes_no_more_memory_than_it
     let (probes, times) = runtime.block_on(probed());
     let [port] = ports::free().unwrap();
     let scene = Scene::start(|_, options| {
-        let anybody = json!({ "anonymous": { "enabled": true } });
+        let anonymous = json!({ "anonymous": { "enabled": true } });
         let options = options.kubelet("address", "127.0.0.1").kubelet("port", port);
-        options.kubelet("authentication", anybody).kubelet("authorization", json!({ "mode": "AlwaysAllow" }))
+        options
+            .kubelet("authentication", anonymous)
+            .kubelet("authorization", json!({ "mode": "AlwaysAllow" }))
     });
     let url = format!("http://{}", runtime.block_on(streaming()));
     scene.cri.change(|world| world.streaming = Some(url));
@@ -214,10 +216,10 @@ fn a_crowd_at_the_kubelets_port_delays_no_probe_and_takes_no_more_memory_than_it
         let_in: std::array::from_fn(|_| AtomicUsize::new(0)),
     });
     let clients: Vec<_> =
-        KINDS.iter().cycle().take(CROWD).map(|kind| runtime.spawn(Arc::clone(&crowd).come(*kind))).collect();
-    runtime.block_on(until("clients of each kind to be let in", || crowd.all_kinds_are_in()));
+        KINDS.iter().cycle().take(CROWD).map(|kind| runtime.spawn(Arc::clone(&crowd).run(*kind))).collect();
+    runtime.block_on(until("accepted clients of each kind", || crowd.all_kinds_are_in()));
     let first = count();
-    runtime.block_on(until("probes beside the crowd", || count() >= first + PROBES));
+    runtime.block_on(until("probes during the crowd", || count() >= first + PROBES));
 
     let times = times.lock().unwrap()[first - 1..].to_vec();
     let longest = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
@@ -227,17 +229,17 @@ fn a_crowd_at_the_kubelets_port_delays_no_probe_and_takes_no_more_memory_than_it
         .map(|kind| format!("{kind:?} {}", crowd.let_in[*kind as usize].load(Ordering::Relaxed)))
         .collect();
     println!(
-        "{CROWD} clients, let in so far: {}; longest pause between two probes of 1 s: {} ms; memory {before} KiB, \
+        "{CROWD} clients, accepted so far: {}; longest pause between two probes of 1 s: {} ms; memory {before} KiB, \
          at most {grown} KiB more",
         let_in.join(", "),
         longest.as_millis(),
     );
-    // No probe failed: one failure would have restarted it.
+    // No probe failed: one failure would have restarted the container.
     let pod = scene.until_ready("web");
     assert_eq!(pod.restarts(), 0);
-    assert!(longest < PAUSE, "no probe came for {longest:?}");
-    assert!(grown <= MEMORY_KIB, "{grown} KiB more than before, and {MEMORY_KIB} are allowed");
-    // Once they are gone, others are served.
+    assert!(longest < PAUSE, "no probe arrived for {longest:?}");
+    assert!(grown <= MEMORY_KIB, "{grown} KiB more than before, {MEMORY_KIB} KiB allowed");
+    // After the crowd has disconnected, the server serves other clients.
     clients.iter().for_each(tokio::task::JoinHandle::abort);
     let answer = runtime.block_on(async { timeout(PATIENCE, ask(&crowd, "/healthz/ping")).await });
     let answer = answer.unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Durable files that hold nothing, half of what they held, something else, or are no files.
+//! Tests with durable files that are empty, truncated, overwritten, or not regular files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,15 +11,15 @@ use super::scene::{Scene, config_map, names_in, pod, with_volumes};
 /// The records in the state folder.
 const RECORDS: [&str; 4] = ["pods", "events", "images", "tuner"];
 
-/// What is done to a file.
+/// Kinds of damage to a file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Damage {
     Empty,
     Half,
     Noise,
-    /// What a disk makes of a file that was never written out.
+    /// Content of a file that was never flushed to its disk.
     Zeros,
-    /// Well formed, and of another meaning.
+    /// Well-formed content with another schema.
     OtherForm,
     Huge,
 }
@@ -44,8 +44,8 @@ fn checkpoint(scene: &Scene) -> PathBuf {
     scene.path("kubelet/device-plugins/kubelet_internal_checkpoint")
 }
 
-/// A node with pods of several kinds, whose agent has written down what it knows, and was killed.
-fn after_a_life() -> Scene {
+/// Returns a node with several kinds of pods, whose agent has written its records and was killed.
+fn killed_agent() -> Scene {
     let mut scene = Scene::start(|_, options| options);
     scene.apply(&config_map());
     scene.apply(&with_volumes("web"));
@@ -54,7 +54,7 @@ fn after_a_life() -> Scene {
     scene.until_ready("crashed");
     scene.exit("crashed", 3);
     scene.until_pod("crashed", "to run again", |pod| pod.ready() && pod.restarts() == 1);
-    scene.look_until("the records", || {
+    scene.poll_until("the records", || {
         let known = scene.agent.record("pods").is_some_and(|pods| pods.get(web.uid()).is_some());
         if known && scene.agent.record("events").is_some() { Ok(()) } else { Err("not yet".to_owned()) }
     });
@@ -62,7 +62,7 @@ fn after_a_life() -> Scene {
     scene
 }
 
-/// Starts the agent on what is there now: the same pods run on.
+/// Starts the agent on the current files, and checks that the same pods run on.
 fn starts_well(scene: &mut Scene, what: &str) {
     let changes = scene.changes();
     scene.agent.resume().unwrap();
@@ -70,57 +70,57 @@ fn starts_well(scene: &mut Scene, what: &str) {
     let crashed = scene.until_ready("crashed");
     scene.until_relisted();
     scene.is_well();
-    // The runtime knows it too.
+    // The runtime has the restart count as well.
     assert_eq!(crashed.restarts(), 1, "{what}");
     assert_eq!(scene.changes(), changes, "{what}");
 }
 
-/// How many copies of a damaged file were kept.
+/// Returns the number of kept copies of a damaged file.
 fn set_aside(dir: &Path, name: &str) -> usize {
     let prefix = format!("{name}.corrupt-");
     names_in(dir).iter().filter(|found| found.to_string_lossy().starts_with(&prefix)).count()
 }
 
 #[test]
-fn damaged_records_are_set_aside_told_and_written_anew() {
+fn damaged_records_are_set_aside_reported_and_rewritten() {
     require!(root);
     for damage in ALL {
         let what = format!("{damage:?}");
-        let mut scene = after_a_life();
+        let mut scene = killed_agent();
         let state = scene.path("state");
         for name in RECORDS {
             let path = state.join(format!("{name}.json"));
             let whole = fs::read(&path).unwrap_or_default();
             fs::write(&path, damage.of(&whole)).unwrap();
         }
-        // The lock's file speaks only to people.
+        // The content of the lock file is only for users.
         fs::write(state.join("lock"), damage.of(b"12345\n")).unwrap();
         starts_well(&mut scene, &what);
         for name in RECORDS {
-            scene.look_until(&format!("{what}: {name} to be set aside"), || {
+            scene.poll_until(&format!("{what}: {name} to be set aside"), || {
                 let count = set_aside(&state, name);
                 if count == 1 { Ok(()) } else { Err(format!("{count} copies: {:?}", names_in(&state))) }
             });
-            scene.until_told(&format!("{name}.corrupt-"));
+            scene.until_logged(&format!("{name}.corrupt-"));
         }
-        scene.exit("crashed", 0); // something new to tell
+        scene.exit("crashed", 0); // causes new records
         for name in ["pods", "events"] {
-            scene.look_until(&format!("{what}: {name} to be written anew"), || {
-                scene.agent.record(name).map(drop).ok_or_else(|| "it is not there".to_owned())
+            scene.poll_until(&format!("{what}: {name} to be rewritten"), || {
+                scene.agent.record(name).map(drop).ok_or_else(|| "the record is missing".to_owned())
             });
         }
     }
 }
 
 #[test]
-fn records_of_the_right_form_and_wrong_content_are_no_worse() {
+fn well_formed_records_with_wrong_content_are_harmless() {
     require!(root);
-    let mut scene = after_a_life();
+    let mut scene = killed_agent();
     let dir = scene.path("state");
     let records = || RECORDS.map(|name| scene.agent.record(name));
     let [pods, ..] = records();
     let mut pods = pods.unwrap();
-    // Another pod's status under each UID, times far away, numbers that no counter reaches.
+    // Each UID gets another pod's status, times in the far future, and the maximum restart count.
     let text = serde_json::to_string(&pods).unwrap();
     let text = text.replace("\"restartCount\":1", "\"restartCount\":2147483647");
     pods = serde_json::from_str(&text).unwrap();
@@ -133,7 +133,7 @@ fn records_of_the_right_form_and_wrong_content_are_no_worse() {
     let one = values[0].clone();
     all.insert("../../../etc".to_owned(), one.clone());
     all.insert(String::new(), one);
-    // The agent's own lock is free while it is dead.
+    // The killed agent holds no lock.
     State::open(&dir).unwrap().store("pods", &pods).unwrap();
     let known = names_in(&scene.path("pods"));
     scene.agent.resume().unwrap();
@@ -141,7 +141,7 @@ fn records_of_the_right_form_and_wrong_content_are_no_worse() {
     scene.until_ready("crashed");
     scene.until_relisted();
     scene.is_well();
-    // Pods that never were are taken for gone, and nothing outside the pods' folder is touched for them.
+    // The agent treats invented pods as removed, and touches no file outside the pods' folder.
     assert!(Path::new("/etc/passwd").exists());
     assert_eq!(names_in(&scene.path("pods")), known);
     for name in ["web", "crashed"] {
@@ -151,9 +151,9 @@ fn records_of_the_right_form_and_wrong_content_are_no_worse() {
 }
 
 #[test]
-fn a_damaged_device_checkpoint_is_set_aside_told_and_written_anew() {
+fn a_damaged_device_checkpoint_is_set_aside_and_reported() {
     require!(root);
-    let mut scene = after_a_life();
+    let mut scene = killed_agent();
     let path = checkpoint(&scene);
     let folder = path.parent().unwrap().to_path_buf();
     fs::create_dir_all(&folder).unwrap();
@@ -165,12 +165,12 @@ fn a_damaged_device_checkpoint_is_set_aside_told_and_written_anew() {
         fs::write(&path, damage.of(&whole)).unwrap();
         let what = format!("{damage:?}");
         starts_well(&mut scene, &what);
-        scene.look_until(&format!("{what}: the checkpoint to be set aside"), || {
+        scene.poll_until(&format!("{what}: the checkpoint to be set aside"), || {
             let count = set_aside(&folder, "kubelet_internal_checkpoint");
             if count == 1 { Ok(()) } else { Err(format!("{count} copies: {:?}", names_in(&folder))) }
         });
-        scene.look_until("the event of it", || {
-            let events = scene.told(&["events"]);
+        scene.poll_until("the event about the checkpoint", || {
+            let events = scene.stdout_of(&["events"]);
             if events.contains("DeviceCheckpointCorrupt") { Ok(()) } else { Err(events) }
         });
         scene.agent.kill9();
@@ -178,9 +178,9 @@ fn a_damaged_device_checkpoint_is_set_aside_told_and_written_anew() {
 }
 
 #[test]
-fn what_a_plugin_puts_in_the_checkpoints_place_is_set_aside_and_never_followed() {
+fn a_checkpoint_that_a_plugin_replaced_is_set_aside_and_never_followed() {
     require!(root);
-    let mut scene = after_a_life();
+    let mut scene = killed_agent();
     let path = checkpoint(&scene);
     let folder = path.parent().unwrap().to_path_buf();
     fs::create_dir_all(&folder).unwrap();
@@ -193,13 +193,13 @@ fn what_a_plugin_puts_in_the_checkpoints_place_is_set_aside_and_never_followed()
         }
         match what {
             "link" => std::os::unix::fs::symlink(&victim, &path).unwrap(),
-            // Opened, it would hold the agent's start up for ever.
+            // Opening the FIFO would block the agent's start forever.
             "FIFO" => rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap(),
             _ => fs::create_dir(&path).unwrap(),
         }
         std::os::unix::fs::symlink(&victim, folder.join("kubelet_internal_checkpoint.tmp")).unwrap();
         starts_well(&mut scene, what);
-        scene.look_until(&format!("the {what} to be set aside"), || {
+        scene.poll_until(&format!("the {what} to be set aside"), || {
             let count = set_aside(&folder, "kubelet_internal_checkpoint");
             if count == 1 { Ok(()) } else { Err(format!("{count} copies: {:?}", names_in(&folder))) }
         });
@@ -209,9 +209,9 @@ fn what_a_plugin_puts_in_the_checkpoints_place_is_set_aside_and_never_followed()
 }
 
 #[test]
-fn what_is_no_file_where_a_record_belongs_is_told_and_the_agent_runs_without() {
+fn a_record_that_is_not_a_file_is_reported_and_the_agent_runs_without() {
     require!(root);
-    let mut scene = after_a_life();
+    let mut scene = killed_agent();
     let state = scene.path("state");
     for name in RECORDS {
         let path = state.join(format!("{name}.json"));
@@ -223,15 +223,15 @@ fn what_is_no_file_where_a_record_belongs_is_told_and_the_agent_runs_without() {
             fs::write(path.join("inside"), "").unwrap();
         }
     }
-    starts_well(&mut scene, "folders in the place of files");
-    scene.until_told("pods.json");
+    starts_well(&mut scene, "folders instead of files");
+    scene.until_logged("pods.json");
     scene.apply(&pod("new"));
     scene.until_ready("new");
     scene.is_well();
 }
 
 #[test]
-fn a_state_folder_that_is_gone_while_the_agent_runs_costs_nothing_but_the_records() {
+fn a_state_folder_removed_while_the_agent_runs_costs_only_the_records() {
     require!(root);
     let mut scene = Scene::start(|_, options| options);
     scene.apply(&pod("web"));
@@ -239,7 +239,7 @@ fn a_state_folder_that_is_gone_while_the_agent_runs_costs_nothing_but_the_record
     fs::remove_dir_all(scene.path("state")).unwrap();
     scene.apply(&pod("new"));
     scene.until_ready("new");
-    scene.until_told("can't be written");
+    scene.until_logged("can't be written");
     scene.is_well();
     let changes = scene.changes();
     scene.agent.kill9();

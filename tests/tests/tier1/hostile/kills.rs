@@ -206,7 +206,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         assert!(text.contains("two"), "{what}: the changed manifest is lost: {text}");
     }
     // Every wanted pod runs, once.
-    let rejected = scene.agent.look(|watch| watch.rejected.len()).unwrap();
+    let rejected = scene.agent.inspect(|watch| watch.rejected.len()).unwrap();
     assert_eq!(rejected, 0, "{what}");
     let has_conf = manifest("configmap.conf.yaml").is_some();
     match manifest("web.yaml") {
@@ -216,7 +216,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
                 let spec = pod.pod.spec.as_ref();
                 pod.ready() && spec.is_some_and(|spec| spec.hostname.as_deref() == Some(hostname))
             });
-            scene.look_until(&format!("{what}: one sandbox and one container"), || {
+            scene.poll_until(&format!("{what}: one sandbox and one container"), || {
                 let world = scene.cri.world();
                 let of_web = world.sandboxes.values().filter(|s| s.pod_name() == "web-testnode");
                 let (sandboxes, containers) = (of_web.count(), scene.containers("web"));
@@ -237,7 +237,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         let name = name.to_string_lossy();
         name.contains("corrupt") || name.ends_with(".tmp")
     };
-    scene.look_until(&format!("{what}: a state folder in order"), || {
+    scene.poll_until(&format!("{what}: a state folder in order"), || {
         let names = names_in(&scene.path("state"));
         if names.iter().any(odd) { Err(format!("{names:?}")) } else { Ok(()) }
     });
@@ -249,7 +249,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
     for name in ["web", "job"] {
         scene.until_gone(name);
     }
-    scene.look_until(&format!("{what}: the pods' folders to be removed"), || {
+    scene.poll_until(&format!("{what}: the pods' folders to be removed"), || {
         let left: Vec<PathBuf> = super::scene::files_below(&scene.path("pods"));
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     });

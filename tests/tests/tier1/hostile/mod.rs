@@ -1,14 +1,12 @@
-//! The daemon where everything around it is against it: a runtime that talks nonsense, disks without room,
-//! clocks that jump, sudden ends between any two writes, damaged files, limits and privileges taken away. It
-//! is `beelet run` as it is started on a node, on a fake runtime. What is asked of it is always the same: it
-//! doesn't panic, it harms nothing that runs, it says what is wrong, and when that is over all is as it
-//! should be, without anybody's help.
+//! Tests of the daemon in a hostile environment: a runtime with nonsensical answers, full disks, clocks that
+//! jump, kills between any two writes, damaged files, reduced limits and privileges. The daemon is
+//! `beelet run`, started as on a node, on a fake runtime. All tests have the same expectations: the daemon
+//! does not panic, harms no running pod, reports the fault, and recovers by itself when the fault is over.
 //!
-//! The same on a real containerd: e2e/runtime_away.rs. One call that goes wrong: pods/every_call.rs. Kills
-//! between two calls: pods/kills.rs, and in the midst of a write of the device checkpoint:
-//! pods/device_kills.rs.
+//! Tests with a real containerd: e2e/runtime_away.rs. Single failing calls: pods/every_call.rs. Kills between
+//! two calls: pods/kills.rs, and during a write of the device checkpoint: pods/device_kills.rs.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
 
 mod author;
 mod clock;

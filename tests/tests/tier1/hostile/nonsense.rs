@@ -95,7 +95,7 @@ fn a_runtime_that_fails_at_every_call_costs_no_pod_anything() {
         scene.remove("new");
         scene.until_gone("new");
     }
-    scene.until_told("the container runtime answers again");
+    scene.until_logged("the container runtime answers again");
     all_is_well(&scene, &sandbox, "failing calls");
 }
 
@@ -121,12 +121,12 @@ fn a_runtime_that_hangs_at_every_call_is_waited_for_and_nothing_is_done_twice() 
     let first = scene.cri.calls().len();
     let held = scene.cri.on_any().always().hold();
     scene.apply(&pod("new"));
-    scene.look_until("calls that hang", || {
+    scene.poll_until("calls that hang", || {
         let pending = scene.cri.calls().len() - first;
         if pending >= 2 { Ok(()) } else { Err(format!("{pending} calls")) }
     });
     // It answers those who ask it all the same.
-    let pods = scene.told(&["get", "pods"]);
+    let pods = scene.stdout_of(&["get", "pods"]);
     assert!(pods.contains("web-testnode") && pods.contains("new-testnode"), "{pods}");
     assert!(scene.until_ready("web").restarts() == 0);
     web_was_left_alone(&scene, first, &sandbox, "hanging");
@@ -455,7 +455,7 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
     // What it was told of its containers made it do this and that; now it finds out how it is.
     for name in ["web", "new"] {
         scene.until_ready(name);
-        scene.look_until("one container each", || {
+        scene.poll_until("one container each", || {
             let running = scene.containers(name).matches('+').count();
             if running == 1 { Ok(()) } else { Err(scene.containers(name)) }
         });
@@ -464,7 +464,7 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
         scene.remove(name);
         scene.until_gone(name);
     }
-    scene.look_until("nothing to be left in the runtime", || {
+    scene.poll_until("nothing to be left in the runtime", || {
         let world = scene.cri.world();
         let left = (world.sandboxes.len(), world.containers.len());
         if left == (0, 0) { Ok(()) } else { Err(format!("{left:?}")) }

@@ -1,4 +1,4 @@
-//! Folders whose file system is full, of bytes or of inodes. Each is a small tmpfs of the test's own.
+//! Tests with folders whose file system has no free bytes or inodes. Each is a small tmpfs of the test.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -13,7 +13,7 @@ use super::scene::{Scene, config_map, files_below, names_in, pod, with_volumes};
 const BYTES: u64 = 4 << 20;
 const INODES: u64 = 400;
 
-/// What there is no more of.
+/// Exhausted resource of a file system.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lack {
     Bytes,
@@ -22,7 +22,7 @@ enum Lack {
 
 const LACKS: [Lack; 2] = [Lack::Bytes, Lack::Inodes];
 
-/// What takes the room; dropped, it gives it back.
+/// Files that fill a file system; removed on drop.
 struct Filler(Vec<PathBuf>);
 
 impl Filler {
@@ -63,13 +63,14 @@ impl Drop for Filler {
     }
 }
 
-/// The agent's folder of this name on a file system of its own.
+/// Mounts a small file system at the agent's folder of this name.
 fn small(dir: &Path, folder: &str) -> Mount {
     Mount::tmpfs_with_inodes(&dir.join("agent").join(folder), BYTES, INODES).unwrap()
 }
 
-/// The room goes while pods run, and comes back.
-fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
+/// Checks that the agent copes with a folder that becomes full while pods run, and is freed again. The log
+/// and the events must contain all of `reports`.
+fn fills_and_frees(folder: &str, lack: Lack, reports: &[&str]) {
     let what = format!("{folder}, {lack:?}");
     let mut mount = None;
     let mut scene = Scene::start(|dir, options| {
@@ -83,15 +84,15 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     scene.until_ready("old");
     let filler = Filler::fill(mount.as_ref().unwrap().path(), lack);
 
-    // One comes, one ends, one goes.
+    // One pod is added, one exits, one is removed.
     scene.apply(&with_volumes("late"));
     scene.exit("web", 1);
     scene.remove("old");
     scene.until_gone("old");
-    scene.look_until(&format!("{what}: the trouble to be told"), || {
-        let text = scene.agent.log() + &scene.told(&["events"]);
-        let missing = told.iter().find(|sentence| !text.contains(**sentence));
-        missing.map_or(Ok(()), |sentence| Err(format!("nothing says {sentence:?}")))
+    scene.poll_until(&format!("{what}: the reports of the trouble"), || {
+        let text = scene.agent.log() + &scene.stdout_of(&["events"]);
+        let missing = reports.iter().find(|report| !text.contains(**report));
+        missing.map_or(Ok(()), |report| Err(format!("neither log nor events contain {report:?}")))
     });
     scene.until_relisted();
     scene.is_well();
@@ -106,8 +107,8 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     }
     scene.is_well();
 
-    // What is known now is on disk, whole.
-    scene.look_until(&format!("{what}: the pods' records"), || {
+    // The records of the current state are complete on disk.
+    scene.poll_until(&format!("{what}: the pods' records"), || {
         let records = scene.agent.record("pods").unwrap_or(Value::Null);
         let of_web = &records[web.uid()]["status"]["containerStatuses"][0];
         let well =
@@ -132,7 +133,7 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
         scene.remove(name);
         scene.until_gone(name);
     }
-    scene.look_until(&format!("{what}: the pods' files to be gone"), || {
+    scene.poll_until(&format!("{what}: the removal of the pods' files"), || {
         let left = files_below(&scene.path("pods"));
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     });
@@ -140,10 +141,10 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
 }
 
 #[test]
-fn without_room_for_records_pods_come_and_go_and_the_records_follow_later() {
+fn without_room_for_records_pods_start_and_end_and_records_follow_later() {
     require!(root);
     for lack in LACKS {
-        goes_and_comes_back("state", lack, &["the records of pods can't be written"]);
+        fills_and_frees("state", lack, &["the records of pods can't be written"]);
     }
 }
 
@@ -151,23 +152,23 @@ fn without_room_for_records_pods_come_and_go_and_the_records_follow_later() {
 fn without_room_for_volumes_pods_wait_and_say_so() {
     require!(root);
     for lack in LACKS {
-        goes_and_comes_back("pods", lack, &["FailedCreatePodSandBox", "o space left"]);
+        fills_and_frees("pods", lack, &["FailedCreatePodSandBox", "o space left"]);
     }
 }
 
 #[test]
 fn without_room_for_logs_pods_come_up_when_there_is_room() {
     require!(root);
-    // A folder takes no bytes of a tmpfs, only an inode.
-    goes_and_comes_back("logs", Lack::Bytes, &[]);
-    goes_and_comes_back("logs", Lack::Inodes, &["o space left"]);
+    // A folder of a tmpfs uses no bytes, only an inode.
+    fills_and_frees("logs", Lack::Bytes, &[]);
+    fills_and_frees("logs", Lack::Inodes, &["o space left"]);
 }
 
 #[test]
 fn without_room_for_its_socket_a_running_agent_misses_nothing() {
     require!(root);
     for lack in LACKS {
-        goes_and_comes_back("run", lack, &[]);
+        fills_and_frees("run", lack, &[]);
     }
 }
 
@@ -192,7 +193,7 @@ fn an_agent_that_starts_without_room_runs_or_says_which_folder_lacks_it() {
             match up {
                 Ok(()) => scene.until_called("a relist", 0, 1, super::scene::is_relist),
                 Err(_) => {
-                    // As a service manager would, later.
+                    // The test restarts the agent later, as a service manager would.
                     let status = scene.agent.wait_for_exit().unwrap();
                     let path = scene.path(folder).display().to_string();
                     assert!(!status.success() && log.contains(&path), "{what}: {status}: {log}");
@@ -209,7 +210,7 @@ fn an_agent_that_starts_without_room_runs_or_says_which_folder_lacks_it() {
 }
 
 #[test]
-fn without_room_for_a_manifest_apply_says_so_and_the_one_that_is_there_stays() {
+fn without_room_for_a_manifest_apply_fails_and_the_old_manifest_stays() {
     require!(root);
     let mut held = None;
     let scene = Scene::start(|dir, options| {
@@ -219,7 +220,7 @@ fn without_room_for_a_manifest_apply_says_so_and_the_one_that_is_there_stays() {
     let file = scene.dir.path().join("web.yaml");
     workdir::write(&file, pod("web").to_string()).unwrap();
     let apply = ["apply", "-f", file.to_str().unwrap()];
-    scene.told(&apply);
+    scene.stdout_of(&apply);
     let before = scene.until_ready("web");
     let mount = held.unwrap();
     for lack in LACKS {
@@ -233,10 +234,10 @@ fn without_room_for_a_manifest_apply_says_so_and_the_one_that_is_there_stays() {
         scene.until_relisted();
         assert_eq!(scene.until_ready("web").uid(), before.uid(), "{lack:?}");
         drop(filler);
-        // Nothing of the attempt is left.
+        // The attempt leaves no file behind.
         assert_eq!(names_in(mount.path()), ["web.yaml"], "{lack:?}");
     }
-    scene.told(&apply);
+    scene.stdout_of(&apply);
     scene.until_pod("web", "to be the changed one", |pod| pod.uid() != before.uid() && pod.ready());
     scene.is_well();
 }

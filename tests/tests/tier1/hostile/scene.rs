@@ -1,4 +1,4 @@
-//! An agent as a process of its own on a fake runtime, and what every one of these tests asks of it.
+//! An agent as a separate process on a fake runtime, and the checks that these tests share.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -14,7 +14,7 @@ use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::{images, manifests, workdir};
 use serde_json::{Value, json};
 
-/// The agent, and what goes with it at the end of the test, in this order.
+/// The agent with its resources, dropped in this order.
 pub(crate) struct Scene {
     pub(crate) agent: Agent,
     pub(crate) cri: FakeCri,
@@ -31,19 +31,19 @@ impl Drop for Scene {
 }
 
 impl Scene {
-    /// An agent that is up.
+    /// Starts an agent and waits until it is up.
     pub(crate) fn start(change: impl FnOnce(&Path, Options) -> Options) -> Scene {
         let mut scene = Scene::spawn(change);
         scene.agent.wait_until_up().unwrap();
         scene
     }
 
-    /// An agent that was started.
+    /// Starts an agent.
     pub(crate) fn spawn(change: impl FnOnce(&Path, Options) -> Options) -> Scene {
         Scene::spawn_on(FakeCri::start(), change)
     }
 
-    /// The same on a runtime that the test has prepared.
+    /// Starts an agent on a runtime that the test has prepared.
     pub(crate) fn spawn_on(cri: FakeCri, change: impl FnOnce(&Path, Options) -> Options) -> Scene {
         let dir = tempfile::tempdir().unwrap();
         cri.add_image(images::APP);
@@ -65,7 +65,7 @@ impl Scene {
         self.agent.remove(&format!("{name}.yaml")).unwrap();
     }
 
-    /// Waits until the pods are as `found` says.
+    /// Waits until `found` returns a value for the pods.
     pub(crate) fn until<T: Send>(&self, what: &str, found: impl FnMut(&Watch) -> Option<T> + Send) -> T {
         let found = self.agent.until(what, found);
         found.unwrap_or_else(|error| panic!("{error:#}"))
@@ -84,16 +84,16 @@ impl Scene {
         self.until_pod(name, "to be ready", PodView::ready)
     }
 
-    /// Waits until nothing is left of a pod, in the table and in the runtime.
+    /// Waits until the table and the runtime have dropped a pod.
     pub(crate) fn until_gone(&self, name: &str) {
         self.until(&format!("{name} to be gone"), |watch| watch.pod(name).is_none().then_some(()));
-        self.look_until(&format!("{name} to leave the runtime"), || match self.sandbox(name) {
+        self.poll_until(&format!("{name} to leave the runtime"), || match self.sandbox(name) {
             None => Ok(()),
-            Some(id) => Err(format!("{id} is there")),
+            Some(id) => Err(format!("{id} still exists")),
         });
     }
 
-    /// Ends a running container of a pod with this code.
+    /// Makes a pod's running container exit with this code.
     pub(crate) fn exit(&self, pod: &str, code: i32) {
         let container = self.cri.container(&on_node(pod), "main").unwrap();
         self.cri.exit(&container.id, code);
@@ -101,12 +101,12 @@ impl Scene {
 
     // ---- The runtime ----
 
-    /// The newest sandbox of a pod, by its id.
+    /// Returns the id of a pod's newest sandbox.
     pub(crate) fn sandbox(&self, pod: &str) -> Option<String> {
         self.cri.sandbox(&on_node(pod)).map(|sandbox| sandbox.id)
     }
 
-    /// The containers of a pod: name, attempt, and whether it runs (`+`).
+    /// Returns the containers of a pod: name, attempt, and `+` if it runs.
     pub(crate) fn containers(&self, pod: &str) -> String {
         let world = self.cri.world();
         let of_pod = |id: &String| world.sandboxes.get(id).is_some_and(|s| s.pod_name() == on_node(pod));
@@ -123,12 +123,12 @@ impl Scene {
         all.join(" ")
     }
 
-    /// Number of calls that change something and were answered without an error.
+    /// Returns the number of successful calls that change the runtime's state.
     pub(crate) fn changes(&self) -> usize {
         self.cri.calls().iter().filter(|call| CHANGES.contains(&call.op()) && call.succeeded()).count()
     }
 
-    /// Waits until the runtime has been asked for all containers twice from now on, and has answered.
+    /// Waits until the agent has listed all containers twice from now on.
     pub(crate) fn until_relisted(&self) {
         for _ in 0..2 {
             let first = self.cri.calls().len();
@@ -136,7 +136,7 @@ impl Scene {
         }
     }
 
-    /// Waits until so many such calls have ended, from number `first` on.
+    /// Waits until `times` calls that `wanted` accepts have ended, from number `first` on.
     pub(crate) fn until_called(
         &self,
         what: &str,
@@ -144,7 +144,7 @@ impl Scene {
         times: usize,
         wanted: impl Fn(&Asked) -> bool,
     ) {
-        self.look_until(what, || {
+        self.poll_until(what, || {
             let calls = self.cri.calls();
             let ended = |call: &&beelet_tests::cri::Call| {
                 wanted(&call.asked) && call.outcome != beelet_tests::cri::Outcome::Pending
@@ -154,12 +154,12 @@ impl Scene {
         });
     }
 
-    // ---- What it says ----
+    // ---- The agent's output ----
 
-    /// Looks until nothing is wrong; the agent must be alive all the time.
-    pub(crate) fn look_until<T>(&self, what: &str, look: impl Fn() -> Result<T, String>) -> T {
+    /// Polls until `check` succeeds; the agent must be alive all the time.
+    pub(crate) fn poll_until<T>(&self, what: &str, check: impl Fn() -> Result<T, String>) -> T {
         workdir::wait_for(what, workdir::PATIENCE, || {
-            look().map_err(
+            check().map_err(
                 |wrong| if self.is_alive() { wrong } else { format!("{wrong}; the agent has ended") },
             )
         })
@@ -170,25 +170,25 @@ impl Scene {
     fn is_alive(&self) -> bool {
         let Some(pid) = self.agent.pid() else { return false };
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // After the name, which may hold anything: the state; a zombie has ended.
+        // The state follows the name, which may contain any character; a zombie has ended.
         stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
     }
 
-    /// It runs, and no part of it has panicked.
+    /// Asserts that the agent runs and has not panicked.
     pub(crate) fn is_well(&self) {
         assert!(self.is_alive(), "the agent has ended:");
         let log = self.agent.log();
         assert!(!log.contains("panicked at"), "{log}");
     }
 
-    /// Waits until the log says this.
-    pub(crate) fn until_told(&self, what: &str) {
-        self.look_until(&format!("the log to say {what:?}"), || {
-            if self.agent.log().contains(what) { Ok(()) } else { Err("it doesn't".to_owned()) }
+    /// Waits until the log contains this text.
+    pub(crate) fn until_logged(&self, what: &str) {
+        self.poll_until(&format!("the log to contain {what:?}"), || {
+            if self.agent.log().contains(what) { Ok(()) } else { Err("not logged".to_owned()) }
         });
     }
 
-    /// `beelet` with these arguments, as somebody on the node calls it.
+    /// Runs `beelet` with these arguments, as a user on the node does.
     pub(crate) fn cli(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(binary().unwrap());
         command.args(arguments);
@@ -196,8 +196,8 @@ impl Scene {
         command.output().unwrap()
     }
 
-    /// What `beelet` prints with these arguments.
-    pub(crate) fn told(&self, arguments: &[&str]) -> String {
+    /// Returns the standard output of `beelet` with these arguments.
+    pub(crate) fn stdout_of(&self, arguments: &[&str]) -> String {
         let output = self.cli(arguments);
         let (text, error) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -205,9 +205,9 @@ impl Scene {
         text.into_owned()
     }
 
-    /// The status of a condition of the node.
+    /// Returns the status of a condition of the node.
     pub(crate) fn condition(&self, name: &str) -> String {
-        let node: Value = serde_json::from_str(&self.told(&["get", "node", "-o", "json"])).unwrap();
+        let node: Value = serde_json::from_str(&self.stdout_of(&["get", "node", "-o", "json"])).unwrap();
         let conditions = node["status"]["conditions"].as_array().unwrap();
         let found = conditions.iter().find(|condition| condition["type"] == name);
         found.unwrap_or_else(|| panic!("{name} is not among {conditions:#?}"))["status"]
@@ -216,9 +216,10 @@ impl Scene {
             .to_owned()
     }
 
-    /// Waits until a condition of the node is so. An agent that still waits for its runtime has none.
+    /// Waits until a condition of the node has this status. An agent that still waits for its runtime has no
+    /// conditions.
     pub(crate) fn until_condition(&self, name: &str, status: &str) {
-        self.look_until(&format!("{name} to be {status}"), || {
+        self.poll_until(&format!("{name} to be {status}"), || {
             let asked = self.cli(&["get", "node"]);
             if !asked.status.success() {
                 return Err(String::from_utf8_lossy(&asked.stderr).into_owned());
@@ -228,12 +229,12 @@ impl Scene {
         });
     }
 
-    /// A path below the folder of the agent.
+    /// Returns a path below the agent's folder.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.agent.dir().join(name)
     }
 
-    /// For failed tests.
+    /// Returns the ends of the log and of the call list, for failed tests.
     pub(crate) fn describe(&self) -> String {
         let mut text = self.agent.log();
         let lines = text.lines().count();
@@ -249,12 +250,12 @@ impl Scene {
     }
 }
 
-/// What a manifest's pod is called here.
+/// Returns the name of a manifest's pod on this node.
 pub(crate) fn on_node(pod: &str) -> String {
     format!("{pod}-{}", beelet_tests::agent::NODE)
 }
 
-/// Returns true if a listing is of all that is ours, not of one pod.
+/// Returns true if a listing covers all containers of the agent, not only one pod.
 pub(crate) fn is_relist(asked: &Asked) -> bool {
     let Asked::ListContainers(request) = asked else { return false };
     let filter = request.filter.clone().unwrap_or_default();
@@ -262,12 +263,12 @@ pub(crate) fn is_relist(asked: &Asked) -> bool {
     labels.contains_key("beelet.dev/managed-by") && !labels.contains_key("io.kubernetes.pod.uid")
 }
 
-/// A pod with one container that just runs.
+/// Returns a pod with one container that runs forever.
 pub(crate) fn pod(name: &str) -> Value {
     manifests::pod(name, &["/bin/testapp"])
 }
 
-/// A pod that asks for files of every kind: an emptyDir, and what its ConfigMap and the downward API have.
+/// Returns a pod with an emptyDir, a ConfigMap volume and a downward API volume.
 pub(crate) fn with_volumes(name: &str) -> Value {
     let mut pod = pod(name);
     let label = json!({ "path": "name", "fieldRef": { "fieldPath": "metadata.name" } });
@@ -281,15 +282,15 @@ pub(crate) fn with_volumes(name: &str) -> Value {
     pod
 }
 
-/// The ConfigMap of [`with_volumes`].
+/// Returns the ConfigMap of [`with_volumes`].
 pub(crate) fn config_map() -> Value {
     json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "conf" }, "data": { "greeting": "hello" },
     })
 }
 
-/// The agent started through a shell: `prelude` is what the shell does before it becomes the agent; in
-/// `command` the agent's own command line takes the place of `{}`.
+/// Starts the agent through a shell: the shell runs `prelude` and then becomes `command`, in which the
+/// agent's command line replaces `{}`.
 pub(crate) fn through(dir: &Path, mut options: Options, prelude: &str, command: &str) -> Options {
     let path = dir.join("beelet");
     let agent = format!("'{}' \"$@\"", binary().unwrap().display());
@@ -300,9 +301,9 @@ pub(crate) fn through(dir: &Path, mut options: Options, prelude: &str, command: 
     options
 }
 
-/// The agent in a mount namespace of its own, as a container has one whose folder of pods was given to it
-/// with mountPropagation `Bidirectional`: mounts below that folder are seen outside, and no others. `inner`
-/// runs there before the agent.
+/// Runs the agent in its own mount namespace, like a container whose pods' folder is mounted with
+/// mountPropagation `Bidirectional`: only mounts below that folder are visible outside. `inner` runs there
+/// before the agent.
 pub(crate) fn in_own_mounts(dir: &Path, options: Options, inner: &str) -> Options {
     let set = options.beelet.get("podsDir").and_then(Value::as_str).map(str::to_owned);
     let pods = set.unwrap_or_else(|| dir.join("agent/pods").display().to_string());
@@ -318,7 +319,7 @@ pub(crate) fn in_own_mounts(dir: &Path, options: Options, inner: &str) -> Option
     through(dir, options, &prelude, &command)
 }
 
-/// Everything below a folder, without what is below mounts' own names: for comparisons.
+/// Returns all paths below a folder, sorted for comparisons.
 pub(crate) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let (mut found, mut todo) = (Vec::new(), vec![dir.to_path_buf()]);
     while let Some(dir) = todo.pop() {
@@ -333,7 +334,7 @@ pub(crate) fn files_below(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The names in a folder.
+/// Returns the sorted names in a folder.
 pub(crate) fn names_in(dir: &Path) -> Vec<OsString> {
     let entries = std::fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
     let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();

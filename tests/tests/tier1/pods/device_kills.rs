@@ -73,12 +73,12 @@ async fn stop_at(
 ) -> Option<Held> {
     let mut call = None;
     match kill {
-        Kill::InPreferred => plugin.tell("preferred hold").unwrap(),
-        Kill::InAllocate => plugin.tell("allocate hold").unwrap(),
-        Kill::BetweenContainers => plugin.tell("allocate hold b").unwrap(),
-        Kill::BetweenPlugins => second.tell("allocate hold").unwrap(),
+        Kill::InPreferred => plugin.run("preferred hold").unwrap(),
+        Kill::InAllocate => plugin.run("allocate hold").unwrap(),
+        Kill::BetweenContainers => plugin.run("allocate hold b").unwrap(),
+        Kill::BetweenPlugins => second.run("allocate hold").unwrap(),
         Kill::InCheckpoint(at) => node.store.stop_at(at),
-        Kill::InPreStart => plugin.tell("prestart hold").unwrap(),
+        Kill::InPreStart => plugin.run("prestart hold").unwrap(),
         Kill::At(op) => call = Some(node.cri.on(op).hold()),
     }
     node.apply(&with(pod("web"), "containers", wishes(kill)));
@@ -115,8 +115,8 @@ async fn converges_after(kill: Kill) {
     drop(call);
     node.cri.heal();
     for line in ["preferred ok", "allocate ok", "prestart ok", "go"] {
-        plugin.tell(line).unwrap();
-        second.tell(line).unwrap();
+        plugin.run(line).unwrap();
+        second.run(line).unwrap();
     }
     node.start().await;
     let web = node.until_ready("web").await;

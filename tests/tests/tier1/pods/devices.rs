@@ -171,12 +171,12 @@ async fn a_plugins_preference_and_health_are_heeded() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--preferred", "--devices", "a b c"]);
     until_capacity(&node, 3, 3).await;
-    plugin.tell("prefer c").unwrap();
+    plugin.run("prefer c").unwrap();
     node.apply(&pod_wanting("web", 1));
     let web = node.until_ready("web").await;
     assert_eq!(given(&node, "web"), BTreeSet::from(["c".to_owned()]));
     assert_eq!(plugin.hear("preferred").unwrap(), "1 of a b c");
-    plugin.tell("devices a b !c").unwrap();
+    plugin.run("devices a b !c").unwrap();
     until_capacity(&node, 3, 2).await;
     node.until_pod("web", "to report the device's health", |pod| health(pod) == ["c: Unhealthy"]).await;
     assert_eq!(held(&node, &web), BTreeSet::from(["c".to_owned()]));
@@ -236,16 +236,16 @@ async fn a_plugin_that_fails_ends_the_pod_and_everything_is_given_back() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--devices", "a b"]);
     until_capacity(&node, 2, 2).await;
-    plugin.tell("allocate fail the firmware is gone").unwrap();
+    plugin.run("allocate fail the firmware is gone").unwrap();
     node.apply(&pod_wanting("web", 2));
     let web = node.until_pod("web", "to be refused", failed).await;
     assert!(message(&web).contains("the firmware is gone"), "{}", message(&web));
     assert_eq!(held(&node, &web), BTreeSet::new());
-    plugin.tell("allocate empty").unwrap();
+    plugin.run("allocate empty").unwrap();
     node.apply(&pod_wanting("other", 2));
     let other = node.until_pod("other", "to be refused", failed).await;
     assert!(message(&other).contains("no containers return in allocation response"), "{}", message(&other));
-    plugin.tell("allocate ok").unwrap();
+    plugin.run("allocate ok").unwrap();
     node.apply(&pod_wanting("third", 2));
     node.until_ready("third").await;
     assert_eq!(given(&node, "third").len(), 2);
@@ -256,11 +256,11 @@ async fn a_plugin_that_does_not_let_a_container_start_is_asked_again() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--pre-start"]);
     until_capacity(&node, 2, 2).await;
-    plugin.tell("prestart fail it is warming up").unwrap();
+    plugin.run("prestart fail it is warming up").unwrap();
     node.apply(&pod_wanting("web", 1));
     let web = node.until_pod("web", "to wait", |pod| waits_for(pod, "CreateContainerConfigError")).await;
     assert!(web.waiting("main").unwrap().1.contains("it is warming up"));
-    plugin.tell("prestart ok").unwrap();
+    plugin.run("prestart ok").unwrap();
     node.until_ready("web").await;
 }
 
@@ -505,12 +505,12 @@ async fn plugins_that_misbehave_hurt_only_themselves() {
     let node = node(300, &[]).await;
     let mut many = plugin(&node, &["--resource", "example.com/many", "--socket", "many.sock"]);
     let mut good = plugin(&node, &["--devices", "a b"]);
-    many.tell("many 100000").unwrap();
+    many.run("many 100000").unwrap();
     let mut changes = node.devices().node();
     let there = changes.wait_for(|node| node.capacity.get("example.com/many") == Some(&100_000));
     tokio::time::timeout(PATIENCE, there).await.unwrap().unwrap();
     // The list has the same device twice, and one without a name.
-    good.tell("devices a a b @1").unwrap();
+    good.run("devices a a b @1").unwrap();
     until_capacity(&node, 3, 3).await;
     // This plugin answers with bytes that are not HTTP/2.
     let garbage = node.path("kubelet/device-plugins/garbage.sock");
@@ -535,7 +535,7 @@ async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
     let mut other = plugin(&node, &["--resource", OTHER, "--socket", "other.sock", "--devices", "x y"]);
     until_capacity(&node, 3, 3).await;
     until_capacity_of(&node, OTHER, 2, 2).await;
-    hangs.tell("allocate hang").unwrap();
+    hangs.run("allocate hang").unwrap();
     node.apply(&pod_wanting("stuck", 1));
     assert_eq!(hangs.hear("allocate").unwrap(), "a");
     // One more pod for the same plugin, one for both plugins, one for the other plugin.
@@ -559,7 +559,7 @@ async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
     node.remove("stuck");
     assert_eq!(hangs.hear("allocate").unwrap(), "a");
     node.stop().await;
-    hangs.tell("allocate ok").unwrap();
+    hangs.run("allocate ok").unwrap();
     node.start().await;
     until_socket(&node);
     node.until_ready("behind").await;

@@ -1,6 +1,6 @@
-//! Cases as pods of an API server, on the whole agent. Beside them run two pods whose readiness must not
-//! change; the agent lives, its memory has a bound, and a pod that does not run says why: in its status, by
-//! an event, or, where it cannot even be read, in the log.
+//! Hostile pods from an API server, on the whole agent. The readiness of two other pods must not change, the
+//! agent must survive within a memory bound, and every pod that does not run must have a reason: in its
+//! status, in an event or, if the pod cannot be parsed, in the log.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,48 +15,50 @@ use serde_json::{Value, json};
 use super::sampled;
 use crate::cluster::scene::{Member, status_of};
 
-/// Pods at a time.
+/// Pods that are created at once.
 const BATCH: usize = 150;
-/// Memory that the agent may use beyond what it uses with its bystanders alone, in KiB: for [`BATCH`] pods
-/// of which some have 1000 elements, and for texts of 300 KB in several copies.
+/// Allowed growth of the agent's memory over its use with the bystanders alone, in KiB: for [`BATCH`] pods,
+/// some of them with 1000 elements, and for texts of 300 KB in several copies.
 const MEMORY_KIB: u64 = 400 << 10;
-/// Seconds with which pods are deleted, in turn. An API server 1.36 takes any, and hands negative ones on.
+/// Grace periods of the deletions, in turn, in seconds. An API server 1.36 accepts all of them and passes
+/// negative ones on.
 const GRACES: [i64; 8] = [i64::MAX, 1_000_000_000_000, 2_147_483_647, 30, 1, 0, -1, i64::MIN];
-/// The log's words for a pod that cannot be read. The node says nothing to the API server of one, and does
-/// not confirm its end.
+/// Log message about a pod that cannot be parsed. The node reports nothing about it to the API server, and
+/// does not confirm its end.
 const UNREADABLE: &str = "a pod of the API server can't be read";
-/// The pods that must not notice.
+/// Pods that must stay unaffected.
 const BYSTANDERS: [&str; 2] = ["bystander", "bystander-probed"];
 
 fn path(name: &str) -> String {
     format!("/api/v1/namespaces/default/pods/{name}")
 }
 
-/// A pod to try, by the name that it has here.
+/// Hostile pod.
 struct Tried {
+    /// Name of the pod in the API server.
     name: String,
-    /// What is hostile in it.
+    /// Description of the hostile part.
     what: String,
     pod: Value,
 }
 
-/// What became of a pod.
+/// Outcome of a hostile pod.
 #[derive(Debug)]
 enum Outcome {
-    /// It runs, or ran.
+    /// The pod runs, or ran.
     Runs,
-    /// It does not, and this is said of it.
-    Told(String),
-    /// There is no such pod any more.
+    /// The pod does not run, for this published reason.
+    Reported(String),
+    /// The API server no longer has the pod.
     Gone,
 }
 
-/// An agent with its bystanders.
+/// Agent with its bystanders.
 struct Node {
     member: Member,
-    /// Requests that the API server had before any pod was tried.
+    /// Number of requests to the API server before the first hostile pod.
     first: usize,
-    /// Memory that the agent used then.
+    /// Memory of the agent before the first hostile pod.
     before_kib: u64,
 }
 
@@ -83,12 +85,12 @@ impl Node {
         Node { member, first, before_kib }
     }
 
-    /// Puts pods onto the node, all at once, and waits until it is known what becomes of each.
-    fn put(&self, pods: &[Tried]) -> BTreeMap<String, Outcome> {
+    /// Creates pods on the node, all at once, and waits for the outcome of each.
+    fn create(&self, pods: &[Tried]) -> BTreeMap<String, Outcome> {
         for tried in pods {
             let mut pod = tried.pod.clone();
             pod["metadata"]["name"] = tried.name.clone().into();
-            // The API server's own.
+            // Fields that the API server sets.
             for field in ["namespace", "resourceVersion", "uid"] {
                 pod["metadata"].as_object_mut().map(|metadata| metadata.remove(field));
             }
@@ -99,18 +101,18 @@ impl Node {
 
     fn outcomes(&self, pods: &[Tried]) -> BTreeMap<String, Outcome> {
         let found: RefCell<BTreeMap<String, Outcome>> = RefCell::default();
-        self.member.scene.look_until("it to be known what becomes of each pod", || {
+        self.member.scene.poll_until("the outcome of each pod", || {
             let mut found = found.borrow_mut();
-            let told = self.told();
+            let reports = self.reports();
             for tried in pods {
                 if !found.contains_key(&tried.name)
-                    && let Some(outcome) = self.outcome(tried, &told)
+                    && let Some(outcome) = self.outcome(tried, &reports)
                 {
                     found.insert(tried.name.clone(), outcome);
                 }
             }
             let left: Vec<&Tried> = pods.iter().filter(|tried| !found.contains_key(&tried.name)).collect();
-            // Some of them say enough, and it is asked for often.
+            // Only 20 of them: this text is built at each poll.
             let some: Vec<String> = left
                 .iter()
                 .take(20)
@@ -119,7 +121,7 @@ impl Node {
             if left.is_empty() {
                 Ok(())
             } else {
-                Err(format!("nothing is said of {}: {some:#?}", left.len()))
+                Err(format!("{} pods have no outcome: {some:#?}", left.len()))
             }
         });
         found.into_inner()
@@ -130,26 +132,26 @@ impl Node {
         pod["status"].to_string().chars().take(1500).collect()
     }
 
-    /// What is said of pods other than in their statuses: warnings among the events, and in the log of pods
-    /// that cannot be read.
-    fn told(&self) -> BTreeMap<String, String> {
+    /// Returns the reports about pods outside of their statuses: warning events, and log lines about pods
+    /// that cannot be parsed.
+    fn reports(&self) -> BTreeMap<String, String> {
         let events =
             self.member.api.all("/api/v1/events").into_iter().filter(|event| event["type"] == "Warning");
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let of_event = |event: Value| {
-            let said = format!("{}: {}", text(&event["reason"]), text(&event["message"]));
-            (text(&event["involvedObject"]["name"]), said)
+            let report = format!("{}: {}", text(&event["reason"]), text(&event["message"]));
+            (text(&event["involvedObject"]["name"]), report)
         };
-        let mut told: BTreeMap<String, String> = events.map(of_event).collect();
+        let mut reports: BTreeMap<String, String> = events.map(of_event).collect();
         let log = self.member.scene.agent.log();
         for line in log.lines().filter(|line| line.contains(UNREADABLE)) {
             let name = line.split("tried-").nth(1).and_then(|rest| rest.get(..5));
-            told.extend(name.map(|number| (format!("tried-{number}"), line.to_owned())));
+            reports.extend(name.map(|number| (format!("tried-{number}"), line.to_owned())));
         }
-        told
+        reports
     }
 
-    fn outcome(&self, tried: &Tried, told: &BTreeMap<String, String>) -> Option<Outcome> {
+    fn outcome(&self, tried: &Tried, reports: &BTreeMap<String, String>) -> Option<Outcome> {
         let Some(pod) = self.member.api.get(&path(&tried.name)) else { return Some(Outcome::Gone) };
         let status = &pod["status"];
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -157,21 +159,22 @@ impl Node {
         if phase == "Running" || phase == "Succeeded" {
             return Some(Outcome::Runs);
         }
-        // The deletion that it came with says what becomes of it.
+        // The hostile pod came with a deletion timestamp.
         if phase == "Failed" && pod["metadata"]["deletionTimestamp"].is_string() {
             return Some(Outcome::Gone);
         }
         if phase == "Failed" {
-            return Some(Outcome::Told(format!("{}: {}", text(&status["reason"]), text(&status["message"]))));
+            let reason = format!("{}: {}", text(&status["reason"]), text(&status["message"]));
+            return Some(Outcome::Reported(reason));
         }
         let lists = ["initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses"];
-        // The author's own words are none of the agent's.
-        let said = |list: &&str| {
+        // Statuses from the hostile pod itself do not count.
+        let published = |list: &&str| {
             let own = tried.pod["status"][*list].as_array().cloned().unwrap_or_default();
             let all = status[*list].as_array().into_iter().flatten();
             all.filter(move |container| !own.contains(container))
         };
-        let all = lists.iter().flat_map(said);
+        let all = lists.iter().flat_map(published);
         let states: Vec<&Value> = all.map(|container| &container["state"]).collect();
         if states.iter().any(|state| state["running"].is_object()) {
             return Some(Outcome::Runs);
@@ -182,23 +185,24 @@ impl Node {
         });
         let waits =
             waits.map(|waiting| format!("{}: {}", text(&waiting["reason"]), text(&waiting["message"])));
-        waits.or_else(|| told.get(&tried.name).cloned()).map(Outcome::Told)
+        waits.or_else(|| reports.get(&tried.name).cloned()).map(Outcome::Reported)
     }
 
-    /// Deletes pods, each with another grace period, then with a second; waits until nothing is left of them.
+    /// Deletes pods, first with the grace periods of [`GRACES`], then with one second; waits until they are
+    /// removed.
     fn delete(&self, pods: &[Tried]) {
         let api = &self.member.api;
         for (number, tried) in pods.iter().enumerate() {
-            // It may have gone already, by the agent's hand.
+            // The agent may already have removed the pod.
             let _ = api.try_delete_within(&path(&tried.name), GRACES[number % GRACES.len()]);
         }
-        let told = self.told();
+        let reports = self.reports();
         for tried in pods {
             let _ = api.release(&path(&tried.name));
-            let is_unreadable = told.get(&tried.name).is_some_and(|said| said.contains(UNREADABLE));
+            let is_unreadable = reports.get(&tried.name).is_some_and(|report| report.contains(UNREADABLE));
             let _ = api.try_delete_within(&path(&tried.name), if is_unreadable { 0 } else { 1 });
         }
-        self.member.scene.look_until("all pods to be gone", || {
+        self.member.scene.poll_until("the removal of all pods", || {
             let left: Vec<&str> = pods
                 .iter()
                 .filter(|tried| {
@@ -212,7 +216,7 @@ impl Node {
         api.compact();
     }
 
-    /// The bystanders were ready all the time, the agent lives and is not larger than it may be.
+    /// Asserts that the agent is well and that the bystanders were ready all the time.
     fn is_unharmed(&self) {
         self.member.scene.is_well();
         for name in BYSTANDERS {
@@ -233,7 +237,7 @@ impl Node {
     }
 }
 
-/// A status in which a bystander is not ready.
+/// Returns true for a status update in which a bystander is not ready.
 fn was_unready(asked: &Asked) -> bool {
     let of_bystander = BYSTANDERS.iter().any(|name| asked.path == format!("{}/status", path(name)));
     let conditions = asked.body["status"]["conditions"].as_array();
@@ -241,8 +245,8 @@ fn was_unready(asked: &Asked) -> bool {
     asked.verb == Verb::Patch && of_bystander && conditions.is_some_and(unready)
 }
 
-/// Returns true for a pod that an API server could hand to this node: it has metadata and a spec, and is
-/// the node's.
+/// Returns true for a pod that an API server could send to this node: it has metadata and is assigned to the
+/// node.
 fn reaches_the_node(pod: &Value) -> bool {
     let metadata = &pod["metadata"];
     pod["spec"]["nodeName"] == NODE
@@ -250,7 +254,7 @@ fn reaches_the_node(pod: &Value) -> bool {
         && (pod["status"].is_object() || pod["status"].is_null())
 }
 
-/// The part `part` of `of` of the cases of a group.
+/// Returns part `part` (of `of` parts) of the cases of a group.
 fn of_group(group: Group, part: usize, of: usize) -> Vec<Tried> {
     let cases = sampled(group).into_iter().enumerate().filter(|(number, _)| number % of == part);
     let tried = cases.map(|(number, case)| Tried {
@@ -261,16 +265,16 @@ fn of_group(group: Group, part: usize, of: usize) -> Vec<Tried> {
     tried.filter(|tried| reaches_the_node(&tried.pod)).collect()
 }
 
-/// Tries pods on an agent, a batch after the other.
+/// Runs pods on an agent, one batch after the other.
 async fn check(pods: &[Tried]) {
     let node = Node::start().await;
     let (mut run, mut silent) = (0, Vec::new());
     for batch in pods.chunks(BATCH) {
-        let outcomes = node.put(batch);
+        let outcomes = node.create(batch);
         for tried in batch {
             match outcomes.get(&tried.name) {
                 Some(Outcome::Runs | Outcome::Gone) => run += 1,
-                Some(Outcome::Told(said)) if is_helpful(said) => {}
+                Some(Outcome::Reported(reason)) if is_helpful(reason) => {}
                 other => silent.push(format!("{}: {other:?}", tried.what)),
             }
         }
@@ -278,66 +282,66 @@ async fn check(pods: &[Tried]) {
         node.delete(batch);
     }
     node.is_unharmed();
-    println!("{} pods, of which {run} run or are gone; memory: {}", pods.len(), node.memory());
-    assert!(silent.is_empty(), "{} of {} do not say what is wrong: {silent:#?}", silent.len(), pods.len());
+    println!("{} pods, {run} of them running or removed; memory: {}", pods.len(), node.memory());
+    assert!(silent.is_empty(), "{} of {} have no reason: {silent:#?}", silent.len(), pods.len());
 }
 
-/// A sentence helps if it has a reason and says more than that.
-fn is_helpful(said: &str) -> bool {
-    said.split_once(": ").is_some_and(|(reason, message)| !reason.is_empty() && message.len() > 5)
+/// Returns true if a report has both a reason and a message.
+fn is_helpful(report: &str) -> bool {
+    report.split_once(": ").is_some_and(|(reason, message)| !reason.is_empty() && message.len() > 5)
 }
 
 #[tokio::test]
-async fn pods_with_hostile_numbers_harm_nobody() {
+async fn pods_with_hostile_numbers_are_harmless() {
     require!(root);
     check(&of_group(Group::Numbers, 0, 2)).await;
 }
 
 #[tokio::test]
-async fn more_pods_with_hostile_numbers_harm_nobody() {
+async fn more_pods_with_hostile_numbers_are_harmless() {
     require!(root);
     check(&of_group(Group::Numbers, 1, 2)).await;
 }
 
 #[tokio::test]
-async fn pods_with_hostile_texts_harm_nobody() {
+async fn pods_with_hostile_texts_are_harmless() {
     require!(root);
     check(&of_group(Group::Texts, 0, 1)).await;
 }
 
 #[tokio::test]
-async fn pods_with_very_many_elements_harm_nobody() {
+async fn pods_with_very_many_elements_are_harmless() {
     require!(root);
     check(&of_group(Group::Counts, 0, 1)).await;
 }
 
 #[tokio::test]
-async fn pods_with_json_of_other_types_harm_nobody() {
+async fn pods_with_json_of_other_types_are_harmless() {
     require!(root);
     check(&of_group(Group::Types, 0, 1)).await;
 }
 
 #[tokio::test]
-async fn pods_whose_fields_hurt_together_harm_nobody() {
+async fn pods_with_hostile_combinations_are_harmless() {
     require!(root);
     check(&worst()).await;
 }
 
-/// The pods that hurt most.
+/// Returns the worst combinations of hostile fields.
 fn worst() -> Vec<Tried> {
     let tried = |(number, pair): (usize, Pair)| Tried {
         name: format!("tried-{number:05}"),
         what: pair.name.to_owned(),
         pod: pair.pod,
     };
-    // An API server lets no pod without containers in, and a kubelet says nothing of such a pod either: it
-    // waits.
+    // An API server admits no pod without containers, and a kubelet does not report such a pod either: the
+    // pod stays pending.
     let all = pairs(24).into_iter().filter(|pair| pair.name != "no-containers");
     all.enumerate().map(tried).collect()
 }
 
 #[tokio::test]
-async fn an_agent_that_starts_among_the_worst_pods_runs_on_and_takes_them_away() {
+async fn an_agent_that_starts_among_the_worst_pods_runs_on_and_removes_them() {
     require!(root);
     let mut node = Node::start().await;
     let mut pods = worst();
@@ -347,21 +351,21 @@ async fn an_agent_that_starts_among_the_worst_pods_runs_on_and_takes_them_away()
         let name = format!("tried-{:05}", 1000 + number);
         pods.push(Tried { name, what: format!("a grace of {grace} s"), pod });
     }
-    node.put(&pods);
-    // None ends before the test says so: the agent starts in the midst of it.
+    node.create(&pods);
+    // The held calls keep all pods from ending, so that the agent starts during their termination.
     let held = node.member.scene.cri.on(Op::StopContainer).always().hold();
-    for after in ["they were put", "they were deleted", "some were deleted by force"] {
+    for after in ["creation", "deletion", "forced deletion of some"] {
         node.member.scene.agent.kill9();
         node.member.scene.agent.resume().unwrap();
         node.member.scene.until_relisted();
         node.is_unharmed();
-        println!("the agent has started after {after}");
+        println!("the agent has restarted after {after}");
         let api = &node.member.api;
         for (number, tried) in pods.iter().enumerate() {
-            // Those that are gone by the agent's own hand are passed over.
+            // Pods that the agent has already removed are skipped.
             let _ = match after {
-                "they were put" => api.try_delete_within(&path(&tried.name), GRACES[number % GRACES.len()]),
-                "they were deleted" if number % 2 == 0 => api.try_delete_within(&path(&tried.name), 0),
+                "creation" => api.try_delete_within(&path(&tried.name), GRACES[number % GRACES.len()]),
+                "deletion" if number % 2 == 0 => api.try_delete_within(&path(&tried.name), 0),
                 _ => None,
             };
         }

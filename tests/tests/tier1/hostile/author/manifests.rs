@@ -1,4 +1,4 @@
-//! Cases as static manifests of an agent: each is taken or refused, and the pod beside them does not notice.
+//! Hostile pods as static manifests: the agent accepts or rejects each, and another pod stays unaffected.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::sampled;
 use crate::hostile::scene::{Scene, pod};
 
-/// Memory that the agent may use beyond what it uses before, in KiB.
+/// Allowed growth of the agent's memory, in KiB.
 const MEMORY_KIB: u64 = 400 << 10;
 
 #[test]
@@ -34,7 +34,7 @@ fn an_agent_takes_the_pods_among_hostile_manifests_and_names_the_others() {
         scene.agent.apply(&format!("tried-{number:05}.yaml"), text.to_string()).unwrap();
     }
     let expected = |number: usize| format!("tried-{number:05}.yaml");
-    let refused = scene.until("each manifest to be taken or refused", |watch| {
+    let refused = scene.until("each manifest to be accepted or rejected", |watch| {
         let refused: Vec<String> = watch.rejected.iter().map(|one| one.file.clone()).collect();
         let is_known = |number: usize| {
             let is_refused = refused.iter().any(|file| Path::new(file).ends_with(expected(number)));
@@ -42,8 +42,8 @@ fn an_agent_takes_the_pods_among_hostile_manifests_and_names_the_others() {
         };
         (0..cases.len()).all(is_known).then_some(refused.len())
     });
-    println!("{} manifests, of which {refused} are refused", cases.len());
-    assert!(refused > cases.len() / 4, "{refused} of {} are refused", cases.len());
+    println!("{} manifests, {refused} of them rejected", cases.len());
+    assert!(refused > cases.len() / 4, "{refused} of {} are rejected", cases.len());
     let found = scene.until_ready("bystander");
     assert_eq!(found.restarts(), 0);
     scene.is_well();
