@@ -1,4 +1,4 @@
-//! A node that starts without its API server.
+//! Tests of a node that starts without its API server.
 
 use std::path::Path;
 
@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use super::scene::Member;
 use super::workload::{path, pod};
 
-/// Without the API server, one second is enough.
+/// Shortens the wait for the API server to one second.
 fn soon(options: Options) -> Options {
     options.beelet("autonomy", json!({ "after": "1s" }))
 }
 
-/// A pod with a token and a volume of a ConfigMap, as most pods have.
+/// Returns a pod with a token and a ConfigMap volume, like most pods.
 fn usual(name: &str) -> Value {
     let mut pod = pod(name);
     pod["spec"]["volumes"] = json!([
@@ -27,7 +27,7 @@ fn usual(name: &str) -> Value {
 }
 
 impl Member {
-    /// Its records as they are once `wanted` finds in them what it looks for.
+    /// Waits until a record contains `wanted`; returns the record.
     fn until_kept(&self, record: &str, wanted: &str) -> String {
         let read = || self.scene.agent.record(record).map(|value| value.to_string()).unwrap_or_default();
         self.scene.poll_until(&format!("the record {record} to have {wanted:?}"), || {
@@ -36,7 +36,7 @@ impl Member {
         read()
     }
 
-    /// The machine starts anew, and its API server is away.
+    /// Reboots the machine while its API server is away.
     fn reboot_alone(&mut self) {
         self.api.crash();
         self.scene.agent.kill9();
@@ -45,18 +45,20 @@ impl Member {
         self.scene.agent.resume().unwrap();
     }
 
-    /// A file of a volume of the pod.
+    /// Returns the content of a file in a volume of the pod.
     fn volume(&self, pod: &Value, file: &str) -> Option<String> {
         let uid = pod["metadata"]["uid"].as_str().unwrap();
         let folder = self.scene.agent.dir().join("pods").join(uid).join("volumes");
         std::fs::read_to_string(folder.join(Path::new(file))).ok()
     }
 
-    /// Waits until a file of a volume of the pod says `wanted`.
+    /// Waits until a file in a volume of the pod has the content `wanted`.
     fn until_volume(&self, pod: &Value, file: &str, wanted: &str) {
-        self.scene.poll_until(&format!("{file} to say {wanted:?}"), || match self.volume(pod, file) {
-            Some(text) if text == wanted => Ok(()),
-            other => Err(format!("{other:?}")),
+        self.scene.poll_until(&format!("{file} to have the content {wanted:?}"), || {
+            match self.volume(pod, file) {
+                Some(text) if text == wanted => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
         });
     }
 }
@@ -87,14 +89,14 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
     }
     member.scene.until_logged("the API server has not answered for 1 s: 2 pods run by what it said last");
     member.until_volume(&web, "conf/color", "red");
-    // Whoever reads it finds it, and is refused until there is one.
+    // The token's file exists, and is empty until the API server issues a token.
     member.until_volume(&web, "access/token", "");
 
     member.api.remove(&path("goes"));
     member.api.come_back();
     member.until_stopped("goes");
     member.until_running("web").await;
-    member.scene.poll_until("the token to be there again", || match member.volume(&web, "access/token") {
+    member.scene.poll_until("the token", || match member.volume(&web, "access/token") {
         Some(token) if !token.is_empty() => Ok(()),
         other => Err(format!("{other:?}")),
     });
@@ -102,7 +104,7 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
 }
 
 #[tokio::test]
-async fn nothing_is_started_by_what_was_kept_while_the_api_server_answers_or_where_it_is_switched_off() {
+async fn without_autonomy_no_pod_starts_before_the_api_server_answers() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| {
         options.beelet("autonomy", json!({ "enabled": false, "after": "1s" }))
@@ -112,7 +114,7 @@ async fn nothing_is_started_by_what_was_kept_while_the_api_server_answers_or_whe
     member.until_running("web").await;
     member.reboot_alone();
     member.scene.until_relisted();
-    assert!(!member.runs("web"), "it runs without the API server's word");
+    assert!(!member.runs("web"), "the pod runs without the API server");
     assert!(member.scene.agent.record("assigned").is_none());
     member.api.remove(&path("web"));
     member.api.put(&path("other"), pod("other"));
@@ -144,13 +146,13 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
         member.until_kept("assigned", "\"web\"");
         if with_key {
             // Sealed, an empty list is 56 characters long.
-            member.scene.poll_until("the Secret to be among what is sealed", || {
+            member.scene.poll_until("the sealed Secret", || {
                 let sealed = member.scene.agent.record("assigned-secrets").unwrap_or_default();
                 let length = sealed["content"].as_str().unwrap_or_default().len();
                 if length > 100 { Ok(()) } else { Err(format!("{length} characters")) }
             });
         }
-        // Nowhere in the clear.
+        // No record contains plain text.
         for record in ["assigned", "assigned-secrets"] {
             let text = member.scene.agent.record(record).unwrap_or_default().to_string();
             assert!(!text.contains("eHl6enk") && !text.contains("xyzzy"), "{text}");

@@ -1,4 +1,4 @@
-//! An API server that is away: from the start, for a while, each second.
+//! Tests of an API server that is away: from the start, for a while, each second.
 
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::{manifests, require};
@@ -38,7 +38,7 @@ async fn a_server_that_comes_back_finds_the_lease_renewed_and_one_node() {
 }
 
 #[tokio::test]
-async fn a_kubeconfig_that_can_not_be_used_ends_the_agent_with_the_reason() {
+async fn an_invalid_kubeconfig_ends_the_agent_with_the_reason() {
     require!(root);
     let mut member = Member::spawn(FakeApi::absent(), |options| {
         let kubeconfig = options.arguments.iter().position(|one| one == "--kubeconfig").unwrap() + 1;

@@ -1,6 +1,6 @@
-//! Dynamic Resource Allocation on a node: claims are prepared before a pod's sandbox, their devices reach its
-//! containers, and they are given back before anybody is told that the pod has ended; through restarts of the
-//! agent and faults of the driver.
+//! Tests of Dynamic Resource Allocation on a node: the agent prepares claims before a pod's sandbox, passes
+//! their devices to its containers, and unprepares the claims before it reports the pod's end; also across
+//! restarts of the agent and faults of the driver.
 
 use std::path::PathBuf;
 
@@ -34,14 +34,14 @@ impl Member {
         let mut settings = Settings::named(DRIVER);
         change(&mut settings);
         let driver = DraDriver::start(&self.registry(), settings).unwrap();
-        self.until_met(&driver);
+        self.until_registered(&driver);
         driver
     }
 
-    fn until_met(&self, driver: &DraDriver) {
-        self.scene.poll_until("the driver to be told of its registration", || match driver.registration() {
+    fn until_registered(&self, driver: &DraDriver) {
+        self.scene.poll_until("the driver's registration", || match driver.registration() {
             Some((true, _)) => Ok(()),
-            told => Err(format!("{told:?}")),
+            other => Err(format!("{other:?}")),
         });
     }
 
@@ -52,25 +52,25 @@ impl Member {
         });
     }
 
-    /// The CDI devices that the runtime was told of.
+    /// Returns the CDI devices in the runtime's container.
     fn cdi(&self, pod: &str, container: &str) -> Vec<String> {
         let container = self.scene.cri.container(pod, container).unwrap();
         container.config.cdi_devices.into_iter().map(|device| device.name).collect()
     }
 
-    /// The record, as a kubelet would read it.
+    /// Returns the record, as a kubelet would read it.
     fn record(&self) -> String {
         std::fs::read_to_string(self.registry().join("dra_manager_state")).unwrap_or_default()
     }
 
     fn until_no_claim_is_recorded(&self) {
-        self.scene.poll_until("no claim to be recorded", || {
+        self.scene.poll_until("a record without claims", || {
             let record = self.record();
             if record.contains("ClaimUID") { Err(record) } else { Ok(()) }
         });
     }
 
-    /// A claim that is allocated, and reserved for these pods.
+    /// Creates a claim that is allocated, and reserved for these pods.
     fn claim(&self, name: &str, pods: &[&Value]) -> Value {
         let reserved = pods.iter().map(|pod| {
             let metadata = &pod["metadata"];
@@ -84,7 +84,7 @@ impl Member {
         self.api.put(&format!("{CLAIMS}/{name}"), json!({"spec": {}, "status": status}))
     }
 
-    /// Makes a pod, and then what it waits for: the claim.
+    /// Creates a pod, and then the claim for which it waits.
     fn pod_with_claim(&self, name: &str, claim: &str) {
         let made = self.api.put(&path(name), using(name, claim));
         self.claim(claim, &[&made]);
@@ -95,7 +95,8 @@ impl Member {
         self.api.wait_until(&format!("{name} to be {phase}"), found).await;
     }
 
-    /// Waits until the API server hears that the device of the pod's claim is so, and why.
+    /// Waits until the pod's status in the API server has this health of the claim's device, with this
+    /// message.
     async fn until_health(&self, name: &str, claim: &str, health: &str, message: Option<&str>) {
         let mut device = json!({"resourceID": format!("example.com/gpu={claim}"), "health": health});
         if let Some(message) = message {
@@ -109,14 +110,14 @@ impl Member {
         self.api.wait_until(&format!("the device of {name} to be {health}"), found).await;
     }
 
-    /// The slices that there are, by name.
+    /// Returns the names of the slices.
     fn slices(&self) -> Vec<String> {
         let all = self.api.all(SLICES);
         all.iter().map(|slice| slice["metadata"]["name"].as_str().unwrap_or_default().to_owned()).collect()
     }
 }
 
-/// A pod whose container uses a claim.
+/// Returns a pod whose container uses a claim.
 fn using(name: &str, claim: &str) -> Value {
     let mut pod = pod(name);
     pod["spec"]["resourceClaims"] = json!([{"name": "gpu", "resourceClaimName": claim}]);
@@ -129,7 +130,7 @@ fn slice(api: &FakeApi, name: &str, node: &str, driver: &str) {
 }
 
 #[tokio::test]
-async fn a_claim_is_prepared_once_reaches_its_containers_and_goes_with_its_last_pod() {
+async fn a_claim_is_prepared_once_reaches_its_containers_and_ends_with_its_last_pod() {
     require!(root);
     let (member, pages) = measuring(FakeApi::start()).await;
     let driver = member.dra_driver(|_| {});
@@ -149,8 +150,8 @@ async fn a_claim_is_prepared_once_reaches_its_containers_and_goes_with_its_last_
     assert!(member.cdi("two", "beside").is_empty());
     assert!(member.record().contains("example.com/gpu=shared"), "{}", member.record());
     pages.until(&member, "/metrics", "dra_resource_claims_in_use{driver_name=\"<any>\"} 1");
-    let told = told(&member, "one").await;
-    let claim = &told.containers[0].dynamic_resources[0];
+    let resources = pod_resources(&member, "one").await;
+    let claim = &resources.containers[0].dynamic_resources[0];
     assert_eq!((&*claim.claim_namespace, &*claim.claim_name), ("default", "shared"));
     let device = &claim.claim_resources[0];
     assert_eq!((&*device.driver_name, &*device.pool_name), (DRIVER, "pool"));
@@ -172,7 +173,8 @@ async fn a_claim_is_prepared_once_reaches_its_containers_and_goes_with_its_last_
     member.scene.is_well();
 }
 
-async fn told(member: &Member, pod: &str) -> PodResources {
+/// Queries the kubelet's pod resources API for a pod.
+async fn pod_resources(member: &Member, pod: &str) -> PodResources {
     let socket = member.registry().join("pod-resources/kubelet.sock");
     let channel = beelet_tests::containerd::connect(&socket).await.unwrap();
     let name = GetPodResourcesRequest { pod_name: pod.to_owned(), pod_namespace: "default".to_owned() };
@@ -182,7 +184,7 @@ async fn told(member: &Member, pod: &str) -> PodResources {
 impl Member {
     async fn until_deleted(&self, name: &str) {
         let gone = |api: &FakeApi| api.get(&path(name)).is_none().then_some(());
-        self.api.wait_until(&format!("{name} to be gone"), gone).await;
+        self.api.wait_until(&format!("the deletion of {name}"), gone).await;
     }
 }
 
@@ -213,7 +215,7 @@ async fn a_claim_of_a_template_is_named_by_the_pods_status_and_must_be_its_own()
     let user = json!({"resource": "pods", "name": "web", "uid": made["metadata"]["uid"]});
     member.api.patch(&format!("{claim}/status"), &json!({"status": {"reservedFor": [user]}}));
     member.until_running("web").await;
-    // Of the services that the driver names the one that both know.
+    // The agent uses the driver's only service that it supports.
     assert_eq!(driver.calls("v1beta1.NodePrepareResources"), [["web-gpu-x"]]);
     assert_eq!(member.cdi("web", "main"), ["example.com/gpu=web-gpu-x"]);
     let kept = member.api.get(&path("web")).unwrap();
@@ -241,12 +243,12 @@ async fn an_extended_resource_of_a_claim_waits_for_no_device_plugin() {
 }
 
 #[tokio::test]
-async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
+async fn a_pod_waits_for_its_driver_and_its_faults_and_other_pods_do_not() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     member.pod_with_claim("web", "big");
     member.until_event("FailedPrepareDynamicResources", "DRA driver gpu.example.com is not registered").await;
-    // Nothing was noted: it can be deleted without the driver.
+    // The claim was not recorded, so the pod can be deleted without the driver.
     assert!(!member.record().contains("ClaimUID"), "{}", member.record());
     let driver = member.dra_driver(|_| {});
     driver.spoil(PREPARE, Fault::Refuse("the shelf is locked".to_owned()));
@@ -273,7 +275,7 @@ async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
 }
 
 #[tokio::test]
-async fn a_pod_has_not_ended_before_its_claims_are_given_back() {
+async fn a_pod_has_not_ended_before_its_claims_are_unprepared() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.dra_driver(|_| {});
@@ -294,7 +296,7 @@ async fn a_pod_has_not_ended_before_its_claims_are_given_back() {
     assert_eq!(driver.calls(UNPREPARE), [["big"], ["big"]]);
     assert!(member.scene.cri.count(Op::StopPodSandbox) > 0);
     member.until_no_claim_is_recorded();
-    // A driver that never answers holds up the pod's end, and nothing else.
+    // A failing driver delays only the pod's end.
     member.pod_with_claim("web", "small");
     member.until_running("web").await;
     driver.spoil(UNPREPARE, Fault::Refuse("not now".to_owned()));
@@ -305,11 +307,11 @@ async fn a_pod_has_not_ended_before_its_claims_are_given_back() {
 }
 
 #[tokio::test]
-async fn claims_outlive_the_agent_and_those_of_pods_that_went_meanwhile_are_given_back() {
+async fn claims_outlive_the_agent_and_those_of_deleted_pods_are_unprepared() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.dra_driver(|_| {});
-    // Killed while the driver prepares: nobody knows whether it did.
+    // The agent is killed during the preparation, so its outcome is unknown.
     driver.spoil(PREPARE, Fault::Hang);
     member.pod_with_claim("web", "big");
     member.until_asked(&driver, PREPARE, 1);
@@ -325,11 +327,11 @@ async fn claims_outlive_the_agent_and_those_of_pods_that_went_meanwhile_are_give
     member.scene.cri.exit(&container, 1);
     member.scene.poll_until("another container", || match member.scene.cri.container("web", "main") {
         Some(now) if now.id != container => Ok(()),
-        _ => Err("none".to_owned()),
+        _ => Err("not yet".to_owned()),
     });
     assert_eq!(member.cdi("web", "main"), ["example.com/gpu=big"]);
     assert_eq!(driver.calls(PREPARE).len(), asked);
-    // Deleted while the agent is away.
+    // The pod is deleted while the agent is away.
     member.scene.agent.kill9();
     member.api.remove(&path("web"));
     member.scene.agent.resume().unwrap();
@@ -339,7 +341,7 @@ async fn claims_outlive_the_agent_and_those_of_pods_that_went_meanwhile_are_give
 }
 
 #[tokio::test]
-async fn a_record_that_is_damaged_is_set_aside_and_made_anew() {
+async fn a_damaged_record_is_set_aside_and_rewritten() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.dra_driver(|_| {});
@@ -350,7 +352,7 @@ async fn a_record_that_is_damaged_is_set_aside_and_made_anew() {
     std::fs::write(&file, &member.record()[1..]).unwrap();
     member.scene.agent.resume().unwrap();
     member.until_event("ResourceClaimRecordCorrupt", "moved it to").await;
-    member.until_met(&driver);
+    member.until_registered(&driver);
     let container = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&container, 1);
     member.scene.poll_until("the claim to be prepared again", || {
@@ -362,7 +364,7 @@ async fn a_record_that_is_damaged_is_set_aside_and_made_anew() {
 }
 
 #[tokio::test]
-async fn of_two_plugins_of_a_driver_the_newer_is_asked_and_the_older_may_go() {
+async fn of_two_plugins_of_a_driver_the_newer_is_used_and_either_may_end() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let older = member.dra_driver(|_| {});
@@ -370,7 +372,7 @@ async fn of_two_plugins_of_a_driver_the_newer_is_asked_and_the_older_may_go() {
     member.pod_with_claim("one", "first");
     member.until_running("one").await;
     assert_eq!((older.calls(PREPARE).len(), newer.calls(PREPARE).len()), (0, 1));
-    // Killed, its sockets stay; the older one, which is connected, is asked.
+    // The killed plugin's sockets stay; the agent uses the older plugin, which is connected.
     newer.kill();
     member.pod_with_claim("two", "second");
     member.until_running("two").await;
@@ -383,7 +385,7 @@ async fn of_two_plugins_of_a_driver_the_newer_is_asked_and_the_older_may_go() {
 }
 
 #[tokio::test]
-async fn how_the_devices_of_a_claim_are_is_in_the_pods_status_as_the_driver_says_it() {
+async fn the_pods_status_has_the_health_of_claimed_devices_from_the_driver() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let mut driver = member.dra_driver(|_| {});
@@ -394,7 +396,7 @@ async fn how_the_devices_of_a_claim_are_is_in_the_pods_status_as_the_driver_says
     member.until_health("one", "first", "Healthy", None).await;
     driver.say("first", HealthStatus::Unhealthy, "the fan stands still");
     member.until_health("one", "first", "Unhealthy", Some("the fan stands still")).await;
-    // The newer plugin's report counts, until it is gone.
+    // The newer plugin's report wins until that plugin ends.
     let newer = member.dra_driver(|settings| settings.instance = "b".to_owned());
     newer.say("first", HealthStatus::Healthy, "");
     member.until_health("one", "first", "Healthy", None).await;
@@ -406,13 +408,13 @@ async fn how_the_devices_of_a_claim_are_is_in_the_pods_status_as_the_driver_says
 }
 
 #[tokio::test]
-async fn a_plugin_that_speaks_nothing_known_is_told_why_it_is_not_registered() {
+async fn a_plugin_without_a_known_service_gets_the_reason_of_its_rejection() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let settings = Settings { services: vec!["v1alpha3.Node".to_owned()], ..Settings::named(DRIVER) };
     let driver = DraDriver::start(&member.registry(), settings).unwrap();
-    let told = member.scene.poll_until("an answer", || driver.registration().ok_or("none".to_owned()));
-    assert!(!told.0 && told.1.contains("none of services supported by the plugin"), "{told:?}");
+    let answer = member.scene.poll_until("an answer", || driver.registration().ok_or("not yet".to_owned()));
+    assert!(!answer.0 && answer.1.contains("none of services supported by the plugin"), "{answer:?}");
     member.scene.is_well();
 }
 
@@ -424,14 +426,14 @@ async fn the_slices_of_drivers_that_are_away_are_removed() {
     slice(&api, "elsewhere", "other", "old.example.com");
     let member = Member::start(api, |options| options).await;
     let first = |api: &FakeApi| (api.all(SLICES).len() == 1).then_some(());
-    member.api.wait_until("the slices of drivers that never registered to be gone", first).await;
+    member.api.wait_until("the removal of slices of drivers that never registered", first).await;
     assert_eq!(member.slices(), ["elsewhere"]);
     let driver = member.dra_driver(|_| {});
     slice(&member.api, "new", NODE, DRIVER);
     slice(&member.api, "others", NODE, "other.example.com");
     drop(driver);
     let gone = |api: &FakeApi| api.get(&format!("{SLICES}/new")).is_none().then_some(());
-    member.api.wait_until("the slices of the driver that went to be gone", gone).await;
+    member.api.wait_until("the removal of the ended driver's slices", gone).await;
     assert_eq!(member.slices(), ["elsewhere", "others"]);
     assert_eq!(
         status_of(&member.api.get(&super::scene::own_node()).unwrap(), "Ready").as_deref(),

@@ -1,4 +1,4 @@
-//! Grace periods as an API server lets them through: it bounds them below only, and no number may end the
+//! Tests of grace periods from an API server, which has only a lower bound for them: no number may crash the
 //! agent or keep a pod.
 
 use beelet_tests::apiserver::FakeApi;
@@ -9,13 +9,13 @@ use serde_json::json;
 use super::scene::Member;
 use super::workload::{path, pod};
 
-/// The longest grace period that anything gets, in seconds.
+/// Upper bound of grace periods, in seconds.
 const LONGEST: i64 = 366 * 24 * 3600;
 
-/// Seconds at the ends of what a field holds, a typing error, and one more than the longest.
+/// Extreme numbers of seconds: the limits of the field, a typing error, and one more than the upper bound.
 const EXTREMES: [i64; 6] = [i64::MAX, 1_000_000_000_000, LONGEST + 1, 0, -1, i64::MIN];
 
-/// The seconds that containers were given to stop.
+/// Returns the grace periods with which containers were stopped, in seconds.
 fn stops(member: &Member) -> Vec<i64> {
     let asked = member.scene.cri.calls().into_iter().filter_map(|call| match call.asked {
         Asked::StopContainer(request) => Some(request.timeout),
@@ -24,7 +24,7 @@ fn stops(member: &Member) -> Vec<i64> {
     asked.collect()
 }
 
-/// The agent lives, none of its parts has panicked, and the runtime was given no time that it can't count.
+/// Asserts that the agent is well and that all grace periods for the runtime are within bounds.
 fn is_well(member: &Member) {
     member.scene.is_well();
     let stops = stops(member);
@@ -65,7 +65,7 @@ async fn pods_with_any_grace_period_of_their_own_are_deleted_also_over_a_kill_of
 }
 
 #[tokio::test]
-async fn a_pod_that_is_given_all_seconds_of_an_int64_goes_and_a_forced_deletion_too() {
+async fn pods_deleted_with_the_maximum_int64_end_also_after_a_forced_deletion() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     for name in ["patient", "forced"] {
@@ -89,31 +89,31 @@ async fn a_pod_that_is_given_all_seconds_of_an_int64_goes_and_a_forced_deletion_
     is_well(&member);
 }
 
-/// An agent before this one wrote what the pod said.
+/// Another version of the agent may have copied the pod's grace period unchecked.
 #[tokio::test]
-async fn an_orphan_goes_whatever_grace_period_its_sandbox_has() {
+async fn an_orphan_ends_with_any_grace_period_of_its_sandbox() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
-    let said = [i64::MAX.to_string(), u64::MAX.to_string(), "-1".to_owned()];
-    let names: Vec<String> = (0..said.len()).map(|index| format!("p{index}")).collect();
+    let periods = [i64::MAX.to_string(), u64::MAX.to_string(), "-1".to_owned()];
+    let names: Vec<String> = (0..periods.len()).map(|index| format!("p{index}")).collect();
     for name in &names {
         member.api.put(&path(name), pod(name));
         member.until_running(name).await;
     }
     member.scene.agent.kill9();
-    for (name, said) in names.iter().zip(said) {
+    for (name, period) in names.iter().zip(periods) {
         member.api.remove(&path(name));
         member.scene.cri.change(|world| {
             let annotation = beelet_model::labels::GRACE_PERIOD.to_owned();
             for sandbox in world.sandboxes.values_mut().filter(|sandbox| sandbox.pod_name() == *name) {
-                sandbox.config.annotations.insert(annotation.clone(), said.clone());
+                sandbox.config.annotations.insert(annotation.clone(), period.clone());
             }
         });
     }
     member.scene.agent.resume().unwrap();
     for name in &names {
-        member.scene.poll_until(&format!("{name} to be gone"), || match member.scene.cri.sandbox(name) {
-            Some(sandbox) => Err(format!("its sandbox {} is there", sandbox.id)),
+        member.scene.poll_until(&format!("{name} to be removed"), || match member.scene.cri.sandbox(name) {
+            Some(sandbox) => Err(format!("its sandbox {} still exists", sandbox.id)),
             None => Ok(()),
         });
     }

@@ -1,4 +1,4 @@
-//! An API server whose answers are none: no object, of another kind, with parts that can't be.
+//! Tests of an API server with invalid responses: not an object, another kind, impossible fields.
 
 use beelet_proto::cri::ContainerState;
 use beelet_tests::apiserver::hostile::{self, Hostile};
@@ -9,11 +9,11 @@ use serde_json::{Value, json};
 use super::scene::{LEASE, Member};
 use super::workload::{path, pod};
 
-/// Requests that are answered so, of each kind of answer: enough for a round of all that the agent asks.
+/// Number of requests that get each hostile response: enough for one round of all of the agent's requests.
 const REQUESTS: usize = 20;
 const NAMESPACE: &str = "/api/v1/namespaces/default";
 
-/// A node with a pod of a file and a pod of the API server that refers to objects.
+/// Returns a node with a static pod and a pod of the API server that refers to objects.
 async fn node() -> Member {
     let member = Member::start(FakeApi::start(), |options| options).await;
     member.scene.apply(&manifests::pod("file", &["/bin/testapp"]));
@@ -30,7 +30,7 @@ async fn node() -> Member {
     member
 }
 
-/// The containers of both pods, which must stay as they are.
+/// Returns the containers of both pods, which must not change.
 fn containers(member: &Member) -> Vec<(String, bool)> {
     let world = member.scene.cri.world();
     let all = world.containers.values();
@@ -40,7 +40,7 @@ fn containers(member: &Member) -> Vec<(String, bool)> {
     all
 }
 
-/// Statuses of the pods that the agent has written, in which one is not ready.
+/// Returns the statuses that the agent has written for pods that are not ready.
 fn unready(member: &Member, first: usize) -> Vec<Value> {
     let asked = member.api.asked();
     let written = asked.iter().skip(first).filter(|asked| asked.is(Verb::Patch, &path("*/status")));
@@ -54,7 +54,7 @@ fn unready(member: &Member, first: usize) -> Vec<Value> {
 async fn survives(member: &Member, answer: &Hostile) {
     let (before, first) = (containers(member), member.api.asked().len());
     member.api.on_any().always().answer_hostile(answer);
-    // All that was followed is asked for again.
+    // The agent requests all of its watches again.
     member.api.sever();
     let what = format!("{REQUESTS} requests to be answered with {}", answer.name);
     let enough = |api: &FakeApi| (api.asked().len() >= first + REQUESTS).then_some(());
@@ -70,16 +70,16 @@ async fn survives(member: &Member, answer: &Hostile) {
     assert_eq!(unready(member, first), Vec::<Value>::new(), "after {}", answer.name);
 }
 
-/// After all of it the node is a node.
+/// Checks that the node works after all hostile responses.
 async fn goes_on(member: &Member) {
-    // What was said of the Node last may refuse pods: it is read again first.
+    // The last hostile Node may make the agent refuse pods, so the agent must read the Node again first.
     let first = member.api.asked().len();
     member.api.sever();
     let of_node = |api: &FakeApi| {
         api.asked().iter().skip(first).any(|asked| asked.path.starts_with("/api/v1/nodes")).then_some(())
     };
-    member.api.wait_until("the Node to be asked for again", of_node).await;
-    // A pod that was refused all the same is made again, as its controller would.
+    member.api.wait_until("a request for the Node", of_node).await;
+    // The test replaces a pod that is still refused, as a controller would.
     for number in 0.. {
         let name = format!("late-{number}");
         member.api.put(&path(&name), pod(&name));
@@ -100,7 +100,7 @@ async fn goes_on(member: &Member) {
 }
 
 #[tokio::test]
-async fn answers_that_are_no_objects_end_neither_the_agent_nor_a_pod() {
+async fn responses_that_are_not_objects_end_neither_the_agent_nor_a_pod() {
     require!(root);
     let member = node().await;
     for answer in hostile::bodies() {
@@ -110,7 +110,7 @@ async fn answers_that_are_no_objects_end_neither_the_agent_nor_a_pod() {
 }
 
 #[tokio::test]
-async fn objects_with_a_part_that_can_not_be_end_neither_the_agent_nor_a_pod() {
+async fn objects_with_impossible_fields_end_neither_the_agent_nor_a_pod() {
     require!(root);
     let member = node().await;
     for answer in hostile::alterations() {

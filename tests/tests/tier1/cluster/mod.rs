@@ -1,7 +1,7 @@
-//! The node of a cluster: `beelet run --kubeconfig` as it is started on a node, on a fake runtime, with a
-//! fake API server that goes wrong as it is told. A real API server: e2e/cluster.rs.
+//! Tests of a cluster's node: `beelet run --kubeconfig`, started as on a node, on a fake runtime, with a
+//! fake API server that fails on demand. Tests with a real API server: e2e/cluster.rs.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
 
 mod autonomy;
 mod away;

@@ -1,4 +1,4 @@
-//! The Node and its lease.
+//! Tests of the Node object and its lease.
 
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::cri::Asked;
@@ -28,7 +28,7 @@ async fn a_node_is_registered_once_with_its_status_and_keeps_a_lease() {
     let addresses = found["status"]["addresses"].as_array().unwrap();
     assert!(addresses.contains(&json!({ "type": "InternalIP", "address": "192.0.2.7" })), "{addresses:?}");
 
-    // Made once, then renewed by one request each.
+    // The lease is created once, then renewed with one request each.
     member.until_done(0, Verb::Create, LEASES).await;
     let first = member.until_done(0, Verb::Update, LEASE).await;
     member.until_done(first.number + 1, Verb::Update, LEASE).await;
@@ -41,7 +41,7 @@ async fn a_node_is_registered_once_with_its_status_and_keeps_a_lease() {
 }
 
 #[tokio::test]
-async fn a_node_that_is_there_is_adopted_with_what_others_put_on_it() {
+async fn an_existing_node_is_adopted_with_the_fields_of_others() {
     require!(root);
     let api = FakeApi::start();
     let theirs = json!({ "type": "Theirs", "status": "True" });
@@ -61,7 +61,7 @@ async fn a_node_that_is_there_is_adopted_with_what_others_put_on_it() {
 }
 
 #[tokio::test]
-async fn a_node_that_somebody_deleted_is_registered_again_with_a_lease_of_its_own() {
+async fn a_deleted_node_is_registered_again_with_its_own_lease() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     member.until_done(0, Verb::Create, LEASES).await;
@@ -71,7 +71,7 @@ async fn a_node_that_somebody_deleted_is_registered_again_with_a_lease_of_its_ow
     let owner = |api: &FakeApi| Some(api.get(LEASE)?["metadata"]["ownerReferences"][0]["uid"].clone());
     let wanted = Some(after["metadata"]["uid"].clone());
     member.api.wait_until("the lease to be the new Node's", |api| (owner(api) == wanted).then_some(())).await;
-    // The lease itself may go, too.
+    // The lease itself may be deleted, too.
     let first = member.api.asked().len();
     member.api.remove(LEASE);
     member.until_done(first, Verb::Create, LEASES).await;
@@ -82,7 +82,7 @@ async fn a_node_that_somebody_deleted_is_registered_again_with_a_lease_of_its_ow
 async fn a_lease_is_renewed_while_no_other_request_is_answered() {
     require!(root);
     let api = FakeApi::start();
-    // The Node's first change after its registration, and everything behind it.
+    // From the Node's first change after its registration on, no other request succeeds.
     let member = Member::start(api, |options| options).await;
     let held = member.api.on(Verb::Patch, "/api/v1/nodes/*/status").hold();
     member.api.on(Verb::Get, "/api/v1/nodes/*").always().refuse(500, "etcd is away");
@@ -98,13 +98,13 @@ async fn a_lease_is_renewed_while_no_other_request_is_answered() {
 }
 
 #[tokio::test]
-async fn a_lease_that_somebody_else_changed_is_taken_over() {
+async fn a_lease_that_another_client_changed_is_taken_over() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     member.until_done(0, Verb::Update, LEASE).await;
-    member.api.patch(LEASE, &json!({ "spec": { "holderIdentity": "somebody" } }));
-    let ours = |api: &FakeApi| (api.get(LEASE)?["spec"]["holderIdentity"] == "testnode").then_some(());
-    member.api.wait_until("the lease to be ours", ours).await;
+    member.api.patch(LEASE, &json!({ "spec": { "holderIdentity": "other" } }));
+    let held = |api: &FakeApi| (api.get(LEASE)?["spec"]["holderIdentity"] == "testnode").then_some(());
+    member.api.wait_until("the node to hold the lease", held).await;
     member.api.on(Verb::Update, LEASE).times(2).refuse(409, "the object has been modified");
     let first = member.api.asked().len();
     member.until_done(first, Verb::Update, LEASE).await;
@@ -121,7 +121,7 @@ async fn a_registration_goes_on_through_every_kind_of_refusal() {
     api.on(Verb::Get, "/api/v1/nodes/*").drop_connection();
     api.on(Verb::Create, NODES).refuse(500, "etcd is away");
     api.on(Verb::Create, NODES).throttle(1);
-    // It is made, and nobody hears of it.
+    // The server creates the Node, and its response is lost.
     api.on(Verb::Create, NODES).lose_reply();
     let member = Member::start(api, |options| options).await;
     assert_eq!(member.api.all(NODES).len(), 1);
@@ -130,7 +130,7 @@ async fn a_registration_goes_on_through_every_kind_of_refusal() {
 }
 
 #[tokio::test]
-async fn a_status_is_written_again_after_a_refusal_and_where_somebody_overwrote_it() {
+async fn a_status_is_written_again_after_a_refusal_and_after_foreign_changes() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let status = format!("{}/status", own_node());
@@ -150,7 +150,7 @@ async fn a_node_is_followed_through_watches_that_break_lie_and_are_too_old() {
     let member = Member::start(FakeApi::start(), |options| options).await;
     let first = std::cell::Cell::new(0);
     let deleted = async |what: &str, harm: &dyn Fn(&FakeApi)| {
-        // The one of before may not have ended yet.
+        // The previous watch may not have ended yet.
         member.until_done(first.get(), Verb::Watch, NODES).await;
         harm(&member.api);
         first.set(member.api.asked().len());
@@ -183,26 +183,26 @@ async fn a_node_is_followed_through_watches_that_break_lie_and_are_too_old() {
 }
 
 #[tokio::test]
-async fn a_cordon_is_an_event_and_the_pods_addresses_are_told_to_the_runtime_and_to_its_successor() {
+async fn a_cordon_is_an_event_and_the_pod_cidrs_reach_the_runtime_also_after_its_restart() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
-    let name = |asked: &Asked| match asked {
+    let cidrs = |asked: &Asked| match asked {
         Asked::UpdateRuntimeConfig(request) => {
             request.runtime_config.as_ref()?.network_config.as_ref().map(|network| network.pod_cidr.clone())
         }
         _ => None,
     };
-    let told =
-        || -> Vec<String> { member.scene.cri.calls().iter().filter_map(|call| name(&call.asked)).collect() };
+    let sent =
+        || -> Vec<String> { member.scene.cri.calls().iter().filter_map(|call| cidrs(&call.asked)).collect() };
     member.until_event("NodeAllocatableEnforced", "Updated Node Allocatable limit across pods").await;
-    assert_eq!(told(), Vec::<String>::new());
+    assert_eq!(sent(), Vec::<String>::new());
     let change = json!({"spec": {"unschedulable": true, "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]}});
     member.api.patch(&own_node(), &change);
     member.until_event("NodeNotSchedulable", "Node testnode status is now: NodeNotSchedulable").await;
     let until = |times: usize| {
-        member.scene.poll_until("the addresses to be told", || {
-            let told = told();
-            if told == vec!["10.244.1.0/24,fd00:1::/64"; times] { Ok(()) } else { Err(format!("{told:?}")) }
+        member.scene.poll_until("the pod CIDRs at the runtime", || {
+            let sent = sent();
+            if sent == vec!["10.244.1.0/24,fd00:1::/64"; times] { Ok(()) } else { Err(format!("{sent:?}")) }
         });
     };
     until(1);

@@ -1,4 +1,4 @@
-//! A credential plugin of the kubeconfig (`exec`) that hangs, and is well again.
+//! Test of a credential plugin of the kubeconfig (`exec`) that hangs, and recovers.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use super::scene::{LEASE, Member};
 
-/// A program that gives tokens of some seconds, or hangs: then each of its processes does so until the end of
-/// the test, whatever comes after it.
+/// Program that prints short-lived tokens, or hangs: then each of its processes hangs until the end of the
+/// test.
 struct Plugin(tempfile::TempDir);
 
 impl Plugin {
@@ -41,8 +41,8 @@ END
         self.0.path().join(name)
     }
 
-    /// The kubeconfig of the agent, with the plugin in the place of the token.
-    fn put_into(&self, options: Options) -> Options {
+    /// Replaces the token in the agent's kubeconfig with the plugin.
+    fn configure(&self, options: Options) -> Options {
         let at = options.arguments.iter().position(|one| one == "--kubeconfig").unwrap() + 1;
         let path = &options.arguments[at];
         let mut kubeconfig: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -54,7 +54,7 @@ END
         options
     }
 
-    /// Processes that hang, and those of them that are still there.
+    /// Returns the number of processes that hung, and of those that still run.
     fn hung(&self) -> (usize, usize) {
         let text = fs::read_to_string(self.file("hung")).unwrap_or_default();
         let all: Vec<&str> = text.lines().collect();
@@ -67,25 +67,25 @@ END
 }
 
 #[tokio::test]
-async fn a_credential_plugin_that_hangs_is_ended_and_the_lease_is_renewed_once_it_is_well() {
+async fn a_credential_plugin_that_hangs_is_killed_and_the_lease_is_renewed_later() {
     require!(root);
     let plugin = Plugin::new();
-    let member = Member::start(FakeApi::start(), |options| plugin.put_into(options)).await;
+    let member = Member::start(FakeApi::start(), |options| plugin.configure(options)).await;
     let renewed = member.until_done(0, Verb::Update, LEASE).await;
     assert_eq!(renewed.authorization.as_deref(), Some("Bearer plugin"));
 
     fs::write(plugin.file("hangs"), "").unwrap();
     member.scene.until_logged("cannot renew the node's lease");
-    // Whoever asks meanwhile waits for the run that there is: one for the lease, one for all others.
+    // All requests wait for the same runs of the plugin: one for the lease, one for the rest.
     for _ in 0..3 {
         member.scene.until_relisted();
         let (_, there) = plugin.hung();
         assert!((1..=2).contains(&there), "{there} processes hang");
     }
     fs::remove_file(plugin.file("hangs")).unwrap();
-    workdir::wait_for("the hung plugins to be ended", workdir::PATIENCE, || match plugin.hung() {
+    workdir::wait_for("the hung plugins to be killed", workdir::PATIENCE, || match plugin.hung() {
         (all, 0) if all <= 2 => Ok(()),
-        (all, there) => Err(format!("{there} of {all} are there")),
+        (all, there) => Err(format!("{there} of {all} still run")),
     })
     .unwrap();
     let first = member.api.asked().len();

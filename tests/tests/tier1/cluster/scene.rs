@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 
 use crate::hostile::scene::Scene;
 
-/// Where Nodes are.
+/// Path of the Nodes.
 pub(crate) const NODES: &str = "/api/v1/nodes";
-/// Where the node's lease is.
+/// Path of the node's lease.
 pub(crate) const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/testnode";
 
-/// The agent, its runtime, and the API server, which goes last.
+/// The agent, its runtime, and the API server, which is dropped last.
 pub(crate) struct Member {
     pub(crate) scene: Scene,
     pub(crate) api: FakeApi,
@@ -28,26 +28,26 @@ impl Drop for Member {
     }
 }
 
-/// The path of the test's Node.
+/// Returns the path of the test's Node.
 pub(crate) fn own_node() -> String {
     format!("{NODES}/{NODE}")
 }
 
 impl Member {
-    /// An agent that was started as a node of the cluster of `api`.
+    /// Starts an agent as a node of the cluster of `api`.
     pub(crate) fn spawn(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
         let scene = Scene::spawn(|dir, options| change(joined(&api, dir, options)));
         Member { scene, api }
     }
 
-    /// One whose Node is registered, or adopted, and ready.
+    /// Starts an agent and waits until its Node is registered, or adopted, and ready.
     pub(crate) async fn start(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
         let member = Member::spawn(api, change);
         member.until_ready().await;
         member
     }
 
-    /// Waits until the Node says that it is ready.
+    /// Waits until the Node is ready.
     pub(crate) async fn until_ready(&self) -> Value {
         self.api
             .wait_until("the Node to be ready", |api| {
@@ -56,14 +56,14 @@ impl Member {
             .await
     }
 
-    /// Waits for such a request that was done, from number `first` on.
+    /// Waits for a successful request, from number `first` on.
     pub(crate) async fn until_done(&self, first: usize, verb: Verb, pattern: &str) -> Asked {
         let what = format!("{verb} {pattern}");
         self.api.wait_for_after(&what, first, |asked| asked.is(verb, pattern) && asked.succeeded()).await
     }
 }
 
-/// The options of an agent that is a node of the cluster of `api`, with a lease of four seconds.
+/// Returns the options of an agent that is a node of the cluster of `api`, with a lease of four seconds.
 fn joined(api: &FakeApi, dir: &Path, mut options: Options) -> Options {
     let kubeconfig = dir.join("kubeconfig");
     workdir::write(&kubeconfig, api.kubeconfig()).unwrap();
@@ -73,14 +73,14 @@ fn joined(api: &FakeApi, dir: &Path, mut options: Options) -> Options {
     options.kubelet("nodeLeaseDurationSeconds", 4)
 }
 
-/// The status of a condition.
+/// Returns the status of a condition.
 pub(crate) fn status_of(object: &Value, kind: &str) -> Option<String> {
     let all = object["status"]["conditions"].as_array()?;
     let found = all.iter().find(|condition| condition["type"] == kind)?;
     found["status"].as_str().map(str::to_owned)
 }
 
-/// A Node that is there before the agent.
+/// Returns a Node that exists before the agent.
 pub(crate) fn node(metadata: &Value, status: &Value) -> Value {
     json!({ "apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {}, "status": status })
 }

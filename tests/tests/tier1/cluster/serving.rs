@@ -1,4 +1,4 @@
-//! The certificate of the node's server, where the cluster's signer makes it.
+//! Test of the node's serving certificate from the cluster's signer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,8 +18,8 @@ use super::scene::Member;
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
-/// What the server on this port shows to who trusts the authority and asks for the node by its address;
-/// nothing if it shows nothing that can be trusted.
+/// Returns the certificate of the server on this port for a client that trusts the authority and verifies
+/// the node's address; `None` if the client rejects the certificate.
 async fn shown(port: u16, authority: &str) -> Option<Vec<u8>> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(authority.as_bytes()).unwrap()).unwrap();
@@ -35,23 +35,23 @@ async fn shown(port: u16, authority: &str) -> Option<Vec<u8>> {
 }
 
 async fn until_shown(port: u16, authority: &str, wanted: impl Fn(&[u8]) -> bool) -> Vec<u8> {
-    let looking = async {
+    let polling = async {
         loop {
             if let Some(found) = shown(port, authority).await.filter(|found| wanted(found)) {
                 return found;
             }
-            // The server looks at its files once per second.
+            // The server checks its files once per second.
             sleep(Duration::from_millis(200)).await;
         }
     };
-    timeout(PATIENCE, looking).await.unwrap()
+    timeout(PATIENCE, polling).await.unwrap()
 }
 
 #[tokio::test]
-async fn the_server_shows_what_the_clusters_signer_has_signed_and_what_comes_after_it() {
+async fn the_server_uses_the_certificates_of_the_clusters_signer_and_their_successors() {
     require!(root);
     let api = FakeApi::start();
-    // They live for moments, as the agent sees it: the next one is due at once.
+    // The certificates are so short-lived that the agent renews each at once.
     api.sign_certificates(Duration::from_secs(30));
     let [port] = ports::free().unwrap();
     let member = Member::start(api, |options| {

@@ -1,4 +1,4 @@
-//! Pods of the API server on the node, through every fault of the server.
+//! Tests of the API server's pods on the node, with every fault of the server.
 
 use beelet_proto::cri::ContainerState;
 use beelet_tests::agent::{NODE, Options};
@@ -16,7 +16,7 @@ pub(crate) fn path(name: &str) -> String {
     format!("/api/v1/namespaces/default/pods/{name}")
 }
 
-/// A pod with the defaults that an API server sets.
+/// Returns a pod with the defaults that an API server sets.
 pub(crate) fn pod(name: &str) -> Value {
     let mut pod = manifests::pod(name, &["/bin/testapp"]);
     pod["spec"]["nodeName"] = NODE.into();
@@ -34,7 +34,7 @@ pub(crate) fn pod(name: &str) -> Value {
 }
 
 impl Member {
-    /// Waits until the pod that the API server has is as wanted.
+    /// Waits until `wanted` accepts the API server's pod.
     async fn until_pod(&self, name: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let what = format!("{name} {what}");
         self.api.wait_until(&what, |api| api.get(&path(name)).filter(|pod| wanted(pod))).await
@@ -53,7 +53,7 @@ impl Member {
     /// Waits until no container of the pod runs.
     pub(crate) fn until_stopped(&self, name: &str) {
         self.scene.poll_until(&format!("{name} to be stopped"), || {
-            if self.runs(name) { Err("it runs".to_owned()) } else { Ok(()) }
+            if self.runs(name) { Err("still running".to_owned()) } else { Ok(()) }
         });
     }
 
@@ -68,7 +68,7 @@ impl Member {
 }
 
 #[tokio::test]
-async fn a_pod_runs_says_so_and_is_forgotten_when_all_of_it_is_gone() {
+async fn a_pod_runs_is_reported_and_is_deleted_after_its_containers() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let made = member.api.put(&path("web"), pod("web"));
@@ -87,19 +87,19 @@ async fn a_pod_runs_says_so_and_is_forgotten_when_all_of_it_is_gone() {
     assert_eq!(last.body["gracePeriodSeconds"], 0);
     assert_eq!(last.body["preconditions"]["uid"], made["metadata"]["uid"]);
     member.until_forgotten("web").await;
-    // Asked to go with its grace period, not killed.
+    // The container was stopped with its grace period, not killed.
     let stopped =
         member.scene.cri.calls().into_iter().any(|call| call.op() == Op::StopContainer && call.succeeded());
     assert!(stopped, "{container} was never stopped");
     assert!(!member.runs("web"), "{container} runs on");
-    // The name is free.
+    // The name can be used again.
     member.api.put(&path("web"), pod("web"));
     member.until_running("web").await;
     member.scene.is_well();
 }
 
 #[tokio::test]
-async fn each_pod_has_the_machines_name_resolution_of_its_start_and_waits_while_there_is_none() {
+async fn each_pod_gets_the_resolv_conf_at_its_start_and_waits_while_it_is_missing() {
     require!(root);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("resolv.conf");
@@ -129,7 +129,7 @@ async fn a_pod_that_was_deleted_by_force_is_stopped() {
     member.until_running("web").await;
     member.api.remove(&path("web"));
     member.until_stopped("web");
-    // Nobody is told of what is not there any more.
+    // The agent sends no status of the deleted pod.
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     member.scene.is_well();
@@ -149,7 +149,7 @@ async fn a_status_arrives_after_the_server_was_away() {
         .until("web to be restarted", |watch| watch.pod("web").filter(|pod| pod.restarts() == 1).map(drop));
     assert!(!restarted(&member.api.get(&path("web")).unwrap()));
     member.api.come_back();
-    let pod = member.until_pod("web", "to say so", restarted).await;
+    let pod = member.until_pod("web", "to show the restart", restarted).await;
     let last = &pod["status"]["containerStatuses"][0]["lastState"]["terminated"];
     assert_eq!(last["exitCode"], 3, "{pod:#}");
     member.scene.is_well();
@@ -166,7 +166,7 @@ async fn a_status_arrives_through_every_kind_of_refusal() {
     member.api.on(Verb::Patch, STATUS).lose_reply();
     member.api.put(&path("web"), pod("web"));
     member.until_running("web").await;
-    // One more pod is not held up by what happens to this one.
+    // The faults of this pod's requests do not delay another pod.
     let held = member.api.on(Verb::Patch, STATUS).when(|asked| asked.path.contains("/slow/")).hold();
     member.api.put(&path("slow"), pod("slow"));
     held.reached().await;
@@ -193,7 +193,7 @@ async fn pods_are_followed_through_watches_that_break_and_are_too_old() {
         member.until_running(&gone).await;
         api.wait_until("a watch of the pods", watched).await;
         harm();
-        // It happens while nobody watches, or is told by the new watch.
+        // The changes happen without a watch, or arrive through the new watch.
         api.remove(&path(&gone));
         api.put(&path(&new), pod(&new));
         if what == "old" {
@@ -232,7 +232,7 @@ async fn an_empty_list_by_mistake_stops_nothing() {
     member.api.break_watches(PODS);
     let empty = member.until_done(first, Verb::List, PODS).await;
     member.until_done(empty.number + 1, Verb::List, PODS).await;
-    // It goes on with what the second list said.
+    // The agent continues with the second list.
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     assert_eq!(member.container("web"), container);
@@ -253,7 +253,7 @@ async fn an_agent_that_starts_without_its_server_stops_nothing() {
     member.scene.until_relisted();
     assert_eq!(member.scene.cri.count(Op::StopContainer), 0, "{}", member.scene.cri.transcript());
     member.api.come_back();
-    // From now on it is known again, and followed.
+    // The agent has the pods again, and follows them.
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     assert_eq!(member.container("web"), container);

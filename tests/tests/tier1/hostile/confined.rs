@@ -1,5 +1,5 @@
-//! Less than the agent is used to: a root file system that can't be written, another umask, few descriptors,
-//! no bpf file system, a capability that is gone after a restart; and two agents where one belongs.
+//! Tests in restricted environments: a read-only root file system, another umask, few descriptors, no bpf
+//! file system, a capability that is missing after a restart; and two agents on one node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,10 +20,10 @@ use serde_json::{Value, json};
 
 use super::scene::{Scene, config_map, files_below, in_own_mounts, is_relist, pod, through, with_volumes};
 
-// ---- A root that can't be written ----
+// ---- A read-only root ----
 
-/// A mount namespace of the agent's own in which all is read-only but its folders and what is a file system
-/// of its own (/run, /sys/fs/cgroup, /proc).
+/// Runs the agent in its own mount namespace, in which only its folders and separate file systems (/run,
+/// /sys/fs/cgroup, /proc) are writable.
 fn on_read_only_root(dir: &Path, options: Options) -> Options {
     let dir_text = dir.display();
     in_own_mounts(
@@ -40,9 +40,9 @@ fn on_read_only_root(dir: &Path, options: Options) -> Options {
 fn on_a_read_only_root_everything_works_in_its_own_folders() {
     require!(root);
     let mut scene = Scene::start(on_read_only_root);
-    // It is really so.
+    // The agent's root is read-only.
     let pid = scene.agent.pid().unwrap();
-    // Other tests mount at places whose names are no text.
+    // Other tests mount at paths that are not UTF-8.
     let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap();
     let table = String::from_utf8_lossy(&table);
     let root = table.lines().rfind(|line| line.split(' ').nth(4) == Some("/")).unwrap();
@@ -67,11 +67,11 @@ fn on_a_read_only_root_everything_works_in_its_own_folders() {
 }
 
 #[test]
-fn where_its_state_folder_cannot_be_written_the_agent_refuses_to_start_and_names_it() {
+fn with_a_read_only_state_folder_the_agent_refuses_to_start_and_names_it() {
     require!(root);
     let mut folder = PathBuf::new();
     let mut scene = Scene::spawn(|dir, options| {
-        // A folder of the read-only root: nobody makes it, whatever the test does.
+        // A folder of the read-only root: even a failing test cannot create it.
         folder = PathBuf::from("/usr/lib").join(workdir::unique("beelet-hostile"));
         on_read_only_root(dir, options.beelet("stateDir", folder.display().to_string()))
     });
@@ -82,7 +82,7 @@ fn where_its_state_folder_cannot_be_written_the_agent_refuses_to_start_and_names
     assert!(!folder.exists());
 }
 
-// ---- A mount namespace of its own ----
+// ---- A separate mount namespace ----
 
 #[test]
 fn an_agent_whose_mounts_the_runtime_does_not_see_refuses_to_start_and_the_doctor_says_the_same() {
@@ -129,7 +129,7 @@ fn an_agent_whose_mounts_the_runtime_sees_runs_in_a_mount_namespace_of_its_own()
     scene.apply(&web);
     let uid = scene.until_ready("web").uid().to_owned();
     let volume = scene.path("pods").join(uid).join("volumes/secret");
-    // From where the runtime is.
+    // This process is in the runtime's mount namespace.
     assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), "b");
     assert!(scene.stdout_of(&["doctor", "-v"]).contains("sees what is mounted below"));
     scene.remove("web");
@@ -139,7 +139,7 @@ fn an_agent_whose_mounts_the_runtime_sees_runs_in_a_mount_namespace_of_its_own()
 
 // ---- Another umask ----
 
-/// The mode of every file that an agent makes, by its path with what differs from life to life left out.
+/// Returns the mode of every file that an agent creates, by its path without parts that differ between runs.
 fn modes(umask: &str) -> BTreeMap<String, u32> {
     let scene = Scene::start(|dir, options| through(dir, options, &format!("umask {umask}"), "{}"));
     let uid = {
@@ -172,10 +172,10 @@ fn modes(umask: &str) -> BTreeMap<String, u32> {
     let other = scene.until_ready("other").uid().to_owned();
     scene.poll_until("the records", || {
         let known = ["pods", "events"].iter().all(|name| scene.agent.record(name).is_some());
-        if known { Ok(()) } else { Err("they are not there".to_owned()) }
+        if known { Ok(()) } else { Err("a record is missing".to_owned()) }
     });
     scene.is_well();
-    // Made by the test itself, in its own ways.
+    // Files that the test itself creates.
     let given =
         ["manifests", "manifests/web.yaml", "manifests/conf.yaml", "manifests/secret.yaml", "config.yaml"];
     let given: BTreeSet<PathBuf> = given.iter().map(|name| scene.path(name)).collect();
@@ -188,7 +188,7 @@ fn modes(umask: &str) -> BTreeMap<String, u32> {
         }
         let name = path.strip_prefix(scene.dir.path()).unwrap().display().to_string();
         let name = name.replace(&uid, "UID").replace(&other, "OTHER");
-        // The folder behind `..data` is named by the time.
+        // The name of the folder behind `..data` is a time.
         let name: Vec<&str> =
             name.split('/').map(|part| if part.starts_with("..20") { "..TIME" } else { part }).collect();
         found.insert(name.join("/"), metadata.mode() & 0o7777);
@@ -197,7 +197,7 @@ fn modes(umask: &str) -> BTreeMap<String, u32> {
 }
 
 #[test]
-fn whatever_umask_it_is_started_with_its_files_have_the_same_modes() {
+fn under_every_umask_the_agents_files_have_the_same_modes() {
     require!(root);
     let usual = modes("022");
     let of = |name: &str| {
@@ -206,14 +206,14 @@ fn whatever_umask_it_is_started_with_its_files_have_the_same_modes() {
         assert!(!found.is_empty(), "{name} is not among {usual:#?}");
         found
     };
-    // Ours alone.
+    // Files that only the agent may access.
     for name in
         ["agent/state/pods.json", "agent/state/events.json", "agent/run/beelet.sock", "manifests/other.yaml"]
     {
         assert!(of(name).iter().all(|mode| mode & 0o077 == 0), "{name}: {usual:#?}");
     }
     assert_eq!(usual["agent/state"], 0o700, "{usual:#?}");
-    // For whoever the pod's processes are, and for those who read logs.
+    // Files that any user of a pod and log readers may access.
     assert_eq!(usual["agent/pods/UID/volumes/conf"] & 0o005, 0o005, "{usual:#?}");
     assert_eq!((usual["host/made/dir"], usual["host/file"]), (0o755, 0o644), "{usual:#?}");
     for umask in ["077", "000", "027"] {
@@ -224,7 +224,7 @@ fn whatever_umask_it_is_started_with_its_files_have_the_same_modes() {
             .filter(|path| found.get(*path) != usual.get(*path))
             .map(|path| {
                 let octal = |all: &BTreeMap<String, u32>| {
-                    all.get(path).map_or_else(|| "nothing".to_owned(), |mode| format!("{mode:o}"))
+                    all.get(path).map_or_else(|| "missing".to_owned(), |mode| format!("{mode:o}"))
                 };
                 format!("{path}: {}, not {}", octal(&found), octal(&usual))
             })
@@ -236,10 +236,10 @@ fn whatever_umask_it_is_started_with_its_files_have_the_same_modes() {
 // ---- Few descriptors ----
 
 #[test]
-fn with_few_descriptors_it_refuses_some_connections_and_serves_on_when_they_are_gone() {
+fn with_few_descriptors_the_agent_refuses_some_connections_and_recovers() {
     require!(root);
     let few = |dir: &Path, options: Options| {
-        // Not to be raised again by the agent itself.
+        // Without CAP_SYS_RESOURCE the agent cannot raise the limit.
         through(dir, options, "ulimit -n 256", "setpriv --bounding-set=-sys_resource {}").http().unwrap()
     };
     let mut scene = Scene::start(few);
@@ -250,21 +250,21 @@ fn with_few_descriptors_it_refuses_some_connections_and_serves_on_when_they_are_
     for n in 0..20 {
         scene.until_ready(&format!("web{n}"));
     }
-    // More clients than there are descriptors, on both servers, and none of them says anything.
+    // More silent clients than descriptors, on both servers.
     let socket = scene.agent.socket();
     let port = http_port(&scene);
     for round in 0..3 {
         let unix: Vec<_> = (0..300).map_while(|_| UnixStream::connect(&socket).ok()).collect();
         let tcp: Vec<_> = (0..100).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
-        scene.poll_until("all descriptors to be taken", || {
+        scene.poll_until("all descriptors to be in use", || {
             let open = fs::read_dir(format!("/proc/{}/fd", scene.agent.pid().unwrap())).unwrap().count();
             if open >= 250 { Ok(()) } else { Err(format!("{open} are open")) }
         });
-        // Pods are looked after meanwhile, by what is open already.
+        // The agent manages its pods over the connections that are already open.
         let first = scene.cri.calls().len();
         scene.until_called("a relist", first, 1, is_relist);
         drop((unix, tcp));
-        scene.poll_until("it to answer again", || match scene.agent.get("/healthz") {
+        scene.poll_until("the agent to answer again", || match scene.agent.get("/healthz") {
             Ok((200, _)) => Ok(()),
             other => Err(format!("{other:?}")),
         });
@@ -289,9 +289,9 @@ fn http_port(scene: &Scene) -> u16 {
     u16::try_from(config["healthzPort"].as_u64().unwrap()).unwrap()
 }
 
-// ---- No place for pins; no leave for BPF any more ----
+// ---- No bpf file system for pins; no permission for BPF ----
 
-/// A pod whose readiness follows a port of the host's, on which the test listens.
+/// Returns a pod whose readiness follows a host port on which the test listens.
 fn following(port: u16) -> Value {
     let mut pod = manifests::pod("web", &["/bin/testapp"]);
     pod["spec"]["hostNetwork"] = true.into();
@@ -299,8 +299,8 @@ fn following(port: u16) -> Value {
     manifests::with(pod, "readinessProbe", probe)
 }
 
-/// An application that listens and accepts: connections that wait for long say that it hangs. Dropped, it has
-/// closed.
+/// Application that listens, and accepts connections: connections that wait too long would make it look
+/// stalled. The port is closed on drop.
 struct Listening {
     port: u16,
     stop: Arc<AtomicBool>,
@@ -308,7 +308,7 @@ struct Listening {
 }
 
 impl Listening {
-    /// At any port, or at this one.
+    /// Listens on this port; 0 for any free one.
     fn at(port: u16) -> Listening {
         let listener = TcpListener::bind(("0.0.0.0", port)).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -337,9 +337,9 @@ impl Drop for Listening {
 }
 
 #[test]
-fn where_no_bpf_file_system_can_be_had_readiness_is_right_all_the_same() {
+fn without_a_bpf_file_system_readiness_is_still_right() {
     require!(bpf);
-    // sysfs has no such folder, and nobody can make one.
+    // sysfs does not have this folder, and nothing can create it.
     let nowhere =
         |_: &Path, options: Options| options.beelet("bpf", "auto").beelet("bpffs", "/sys/fs/beelet-none");
     let mut scene = Scene::start(nowhere);
@@ -364,7 +364,7 @@ fn where_no_bpf_file_system_can_be_had_readiness_is_right_all_the_same() {
 }
 
 #[test]
-fn in_a_mount_namespace_without_a_bpf_file_system_it_mounts_one_that_nobody_else_sees() {
+fn in_a_mount_namespace_without_a_bpf_file_system_the_agent_mounts_a_private_one() {
     require!(bpf);
     let alone = |dir: &Path, options: Options| {
         let options = options.beelet("bpf", "auto").beelet("bpffs", "/sys/fs/bpf");
@@ -387,7 +387,7 @@ fn in_a_mount_namespace_without_a_bpf_file_system_it_mounts_one_that_nobody_else
 }
 
 #[test]
-fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_them_itself() {
+fn an_agent_that_a_restart_deprives_of_bpf_adopts_pods_and_probes_them_itself() {
     require!(bpf);
     let mut flag = PathBuf::new();
     let sometimes = |dir: &Path, mut options: Options| {
@@ -409,10 +409,10 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
     scene.apply(&following(port));
     let before = scene.until_ready("web");
     let changes = scene.changes();
-    // The kernel tells of it, so its programs are there.
+    // The kernel reports the closed port, so the programs are loaded.
     drop(listening);
     let closed = scene.until_pod("web", "to be not ready", |pod| !pod.ready());
-    assert!(closed.edge.is_some_and(|edge| !edge.ready), "the kernel did not say it");
+    assert!(closed.edge.is_some_and(|edge| !edge.ready), "the kernel did not report the closed port");
     let listening = Listening::at(port);
     scene.until_ready("web");
     until_recorded(&scene, before.uid());
@@ -427,7 +427,7 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
         }
         fs::write(scene.agent.log_path(), "").unwrap();
         scene.agent.resume().unwrap();
-        // From the first word on it is ready, and it stays so.
+        // The pod is ready from its first published state on.
         let first = scene.until_pod("web", "to be known", |_| true);
         assert!(first.ready() && first.uid() == before.uid());
         let flipped = scene.agent.inspect(|watch| watch.pod("web").is_none_or(|pod| !pod.ready())).unwrap();
@@ -453,9 +453,9 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
     }
 }
 
-/// Waits until the record, which is written behind the pod's publishing, says that it is ready.
+/// Waits until the pod's record, which is written after its state is published, has the condition Ready.
 fn until_recorded(scene: &Scene, uid: &str) {
-    scene.poll_until("the record of it", || {
+    scene.poll_until("the record of a ready pod", || {
         let record = scene.agent.record("pods").unwrap_or_default();
         let conditions = record[uid]["status"]["conditions"].clone();
         let is_ready = |condition: &Value| condition["type"] == "Ready" && condition["status"] == "True";
@@ -466,7 +466,8 @@ fn until_recorded(scene: &Scene, uid: &str) {
 
 // ---- Two agents ----
 
-/// Starts two at the same moment; the one that runs, and what the other said.
+/// Starts two agents at the same moment; returns the index and pid of the running one, and the log of the
+/// other.
 fn race(options: [Options; 2]) -> (usize, u32, String) {
     let barrier = std::sync::Barrier::new(2);
     let mut agents: Vec<Agent> = std::thread::scope(|scope| {
@@ -481,16 +482,16 @@ fn race(options: [Options; 2]) -> (usize, u32, String) {
     });
     let up: Vec<bool> = agents.iter_mut().map(|agent| agent.wait_until_up().is_ok()).collect();
     let Some(winner) = up.iter().position(|up| *up) else {
-        panic!("none runs:\n{}\n{}", agents[0].log(), agents[1].log());
+        panic!("neither agent runs:\n{}\n{}", agents[0].log(), agents[1].log());
     };
-    assert!(!up[1 - winner], "both run");
+    assert!(!up[1 - winner], "both agents run");
     let status = agents[1 - winner].wait_for_exit().unwrap();
     assert!(!status.success());
     (winner, agents[winner].pid().unwrap(), agents[1 - winner].log())
 }
 
 #[test]
-fn of_two_agents_started_at_the_same_moment_one_runs_and_the_other_says_which() {
+fn of_two_agents_started_at_the_same_moment_one_runs_and_the_other_names_it() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let cri = FakeCri::start();
@@ -513,10 +514,10 @@ fn of_two_agents_started_at_the_same_moment_one_runs_and_the_other_says_which() 
             });
             ("state folder", options)
         };
-        let (_, pid, said) = race(options);
-        assert!(said.contains(what) && said.contains("is in use by another beelet"), "{said}");
-        assert!(said.contains(&format!("process {pid}")), "{pid}: {said}");
-        assert!(said.contains("lock"), "{said}");
+        let (_, pid, log) = race(options);
+        assert!(log.contains(what) && log.contains("is in use by another beelet"), "{log}");
+        assert!(log.contains(&format!("process {pid}")), "{pid}: {log}");
+        assert!(log.contains("lock"), "{log}");
     }
     assert_eq!(cri.count(Op::RunPodSandbox), 0);
 }

@@ -1,5 +1,5 @@
-//! A runtime that fails at everything, hangs, answers with bytes that mean nothing, with messages as large as
-//! they come, and with messages that can be read and can't be true.
+//! Tests of a runtime that fails every call, hangs, or answers with garbage, with messages of the maximum
+//! size, or with valid messages of impossible content.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,7 +11,7 @@ use tonic::Code;
 
 use super::scene::{Scene, config_map, is_relist, pod, with_volumes};
 
-/// Calls that the agent makes by itself while pods run, come and go.
+/// Calls that the agent makes by itself while pods start, run and end.
 const MADE: [Op; 12] = [
     Op::Version,
     Op::Status,
@@ -27,10 +27,10 @@ const MADE: [Op; 12] = [
     Op::ImageFsInfo,
 ];
 
-/// The largest message that the agent takes, in bytes.
+/// Size of the largest message that the agent accepts, in bytes.
 const MAX_MESSAGE: usize = 16 << 20;
 
-/// A node with a pod that runs, and its sandbox.
+/// Returns a node with a running pod, and the pod's sandbox.
 fn with_a_pod() -> (Scene, String) {
     let scene = Scene::start(|_, options| options);
     scene.apply(&config_map());
@@ -40,7 +40,7 @@ fn with_a_pod() -> (Scene, String) {
     (scene, sandbox)
 }
 
-/// The pod of before runs on in the same sandbox, and a new one comes and goes.
+/// Asserts that the pod `web` runs on in the same sandbox, and that a new pod starts and ends.
 fn all_is_well(scene: &Scene, sandbox: &str, what: &str) {
     scene.until_relisted();
     scene.is_well();
@@ -53,7 +53,7 @@ fn all_is_well(scene: &Scene, sandbox: &str, what: &str) {
     scene.until_gone("late");
 }
 
-/// The pod `web`, and nothing of it, was stopped or removed from call number `first` on.
+/// Asserts that no call from number `first` on stopped or removed the pod `web` or one of its containers.
 fn web_was_left_alone(scene: &Scene, first: usize, sandbox: &str, what: &str) {
     let world = scene.cri.world();
     let of_web =
@@ -65,7 +65,7 @@ fn web_was_left_alone(scene: &Scene, first: usize, sandbox: &str, what: &str) {
     }
 }
 
-/// What a call stops or removes.
+/// Returns the id of the sandbox or container that a call stops or removes.
 fn ended(asked: &Asked) -> Option<&str> {
     match asked {
         Asked::StopPodSandbox(request) => Some(&request.pod_sandbox_id),
@@ -77,7 +77,7 @@ fn ended(asked: &Asked) -> Option<&str> {
 }
 
 #[test]
-fn a_runtime_that_fails_at_every_call_costs_no_pod_anything() {
+fn a_runtime_that_fails_every_call_harms_no_pod() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     for code in
@@ -100,7 +100,7 @@ fn a_runtime_that_fails_at_every_call_costs_no_pod_anything() {
 }
 
 #[test]
-fn an_agent_whose_runtime_fails_at_every_call_from_the_start_waits_for_it() {
+fn an_agent_waits_for_a_runtime_that_fails_every_call_from_the_start() {
     require!(root);
     let cri = FakeCri::start();
     cri.on_any().always().fail(Code::Unavailable, "the server is starting");
@@ -115,7 +115,7 @@ fn an_agent_whose_runtime_fails_at_every_call_from_the_start_waits_for_it() {
 }
 
 #[test]
-fn a_runtime_that_hangs_at_every_call_is_waited_for_and_nothing_is_done_twice() {
+fn an_agent_waits_for_a_runtime_that_hangs_and_repeats_no_call() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     let first = scene.cri.calls().len();
@@ -125,7 +125,7 @@ fn a_runtime_that_hangs_at_every_call_is_waited_for_and_nothing_is_done_twice() 
         let pending = scene.cri.calls().len() - first;
         if pending >= 2 { Ok(()) } else { Err(format!("{pending} calls")) }
     });
-    // It answers those who ask it all the same.
+    // The agent still answers its clients.
     let pods = scene.stdout_of(&["get", "pods"]);
     assert!(pods.contains("web-testnode") && pods.contains("new-testnode"), "{pods}");
     assert!(scene.until_ready("web").restarts() == 0);
@@ -142,7 +142,7 @@ fn a_runtime_that_hangs_at_every_call_is_waited_for_and_nothing_is_done_twice() 
 }
 
 #[test]
-fn a_runtime_that_hangs_longer_than_a_call_may_take_is_asked_again_and_heard_when_it_answers() {
+fn calls_that_time_out_are_repeated_until_the_runtime_answers() {
     require!(root);
     let scene = Scene::start(|_, options| options.kubelet("runtimeRequestTimeout", "1s"));
     scene.apply(&pod("web"));
@@ -151,7 +151,7 @@ fn a_runtime_that_hangs_longer_than_a_call_may_take_is_asked_again_and_heard_whe
     let first = scene.cri.calls().len();
     let held = scene.cri.on_any().always().hold();
     scene.apply(&pod("new"));
-    scene.until_called("relists that were given up", first, 3, is_relist);
+    scene.until_called("relists that timed out", first, 3, is_relist);
     scene.is_well();
     web_was_left_alone(&scene, first, &sandbox, "hanging");
     scene.cri.heal();
@@ -160,10 +160,10 @@ fn a_runtime_that_hangs_longer_than_a_call_may_take_is_asked_again_and_heard_whe
     assert_eq!(scene.containers("new"), "main/0+");
     scene.remove("new");
     scene.until_gone("new");
-    all_is_well(&scene, &sandbox, "calls that were given up");
+    all_is_well(&scene, &sandbox, "calls that timed out");
 }
 
-/// Answers that can't be read.
+/// Returns answers that cannot be decoded.
 fn unreadable() -> Vec<(&'static str, Answer)> {
     let tag_without_end = vec![0x0a, 0xff, 0xff, 0xff, 0xff, 0x0f];
     let mut noise: Vec<u8> = Vec::new();
@@ -176,15 +176,15 @@ fn unreadable() -> Vec<(&'static str, Answer)> {
     }
     vec![
         ("a length beyond the message", Answer::Message(tag_without_end)),
-        ("a varint without an end", Answer::Message(vec![0xff; 64])),
-        ("groups within groups", Answer::Message(vec![0x0b; 100_000])),
+        ("an endless varint", Answer::Message(vec![0xff; 64])),
+        ("nested groups", Answer::Message(vec![0x0b; 100_000])),
         ("noise", Answer::Message(noise.clone())),
-        ("a message larger than any may be", Answer::Message(vec![0; MAX_MESSAGE + 1])),
-        ("nothing", Answer::Body(Vec::new())),
+        ("a message over the limit", Answer::Message(vec![0; MAX_MESSAGE + 1])),
+        ("an empty body", Answer::Body(Vec::new())),
         ("half a frame", Answer::Body(vec![0, 0, 0, 0, 9, 1, 2])),
         ("a frame of four gigabytes", Answer::Body(vec![0, 0xff, 0xff, 0xff, 0xff, 1])),
         ("a frame of an unknown kind", Answer::Body(vec![7, 0, 0, 0, 0])),
-        ("a compressed frame that nobody asked for", Answer::Body(vec![1, 0, 0, 0, 2, 1, 2])),
+        ("an unrequested compressed frame", Answer::Body(vec![1, 0, 0, 0, 2, 1, 2])),
         ("noise without a frame", Answer::Body(noise)),
     ]
 }
@@ -205,7 +205,7 @@ impl Answer {
 }
 
 #[test]
-fn answers_that_cannot_be_read_are_failures_and_change_nothing() {
+fn answers_that_cannot_be_decoded_are_failures_and_change_nothing() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     for (what, answer) in unreadable() {
@@ -229,7 +229,7 @@ fn answers_that_cannot_be_read_are_failures_and_change_nothing() {
 fn a_pod_comes_up_though_each_call_is_answered_once_with_noise() {
     require!(root);
     let scene = Scene::start(|_, options| options);
-    // The runtime has done what it was asked; what it says of it is lost. So all is looked for and found.
+    // The runtime executes each call, but its answer is lost. The agent must find the result by listing.
     for op in MADE {
         scene.cri.on(op).answer_message(&[0xff; 64]);
     }
@@ -240,7 +240,7 @@ fn a_pod_comes_up_though_each_call_is_answered_once_with_noise() {
     assert_eq!(scene.cri.world().sandboxes.len(), 1);
 }
 
-/// A container of somebody else: not ours by any label.
+/// Returns a container of another client, without the agent's labels.
 fn foreign(number: usize) -> cri::Container {
     cri::Container {
         id: format!("{number:064x}"),
@@ -269,7 +269,7 @@ fn foreign_sandbox(number: usize) -> cri::PodSandbox {
 }
 
 #[test]
-fn thousands_of_containers_of_others_that_no_filter_keeps_back_are_left_alone() {
+fn thousands_of_unfiltered_foreign_containers_are_left_alone() {
     require!(root);
     const MANY: usize = 20_000;
     let (scene, sandbox) = with_a_pod();
@@ -293,7 +293,7 @@ fn thousands_of_containers_of_others_that_no_filter_keeps_back_are_left_alone() 
     scene.until_ready("new");
     scene.remove("new");
     scene.until_gone("new");
-    all_is_well(&scene, &sandbox, "thousands of others");
+    all_is_well(&scene, &sandbox, "thousands of foreign containers");
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn a_message_of_sixteen_megabytes_is_read() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     let first = scene.cri.calls().len();
-    // Filled up to some bytes below the limit, by one label or by many.
+    // One label, or many labels, fill the message almost to the limit.
     scene.cri.on(Op::ListContainers).always().alter(|answer: &mut cri::ListContainersResponse| {
         let fill = "x".repeat(MAX_MESSAGE - 100_000);
         let odd = cri::Container { labels: HashMap::from([(fill, String::new())]), ..foreign(0) };
@@ -319,7 +319,7 @@ fn a_message_of_sixteen_megabytes_is_read() {
 }
 
 #[test]
-fn times_numbers_and_states_that_cannot_be_true_harm_nobody() {
+fn impossible_times_numbers_and_states_are_harmless() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     let times = [i64::MIN, -1, 0, 1, i64::MAX];
@@ -334,7 +334,7 @@ fn times_numbers_and_states_that_cannot_be_true_harm_nobody() {
             }
             status.exit_code = i32::MIN;
             status.log_path = "/\u{fffd}/../../..".to_owned();
-            // A pid is what follows /proc/ and what may be signalled.
+            // The agent builds /proc paths from a pid, and may signal it.
             answer.info = HashMap::from([("info".to_owned(), json!({ "pid": time }).to_string())]);
         });
         scene.cri.on(Op::PodSandboxStatus).always().alter(
@@ -386,12 +386,12 @@ fn times_numbers_and_states_that_cannot_be_true_harm_nobody() {
             image.uid = Some(cri::Int64Value { value: time });
             image.username = "\0root\n".to_owned();
         });
-        // A pod that comes, crashes and goes meanwhile, and a look at all that is shown to people.
+        // During these answers a pod starts, crashes and ends, and a user calls the commands.
         scene.apply(&pod("new"));
         scene.until_relisted();
         for arguments in [&["get", "pods"][..], &["get", "node"], &["events"], &["gc", "images", "--dry-run"]]
         {
-            let _ = scene.cli(arguments); // it may well be an error
+            let _ = scene.cli(arguments); // the command may fail
         }
         if let Some(container) = scene.cri.container("new-testnode", "main")
             && container.state == cri::ContainerState::ContainerRunning
@@ -409,7 +409,7 @@ fn times_numbers_and_states_that_cannot_be_true_harm_nobody() {
 }
 
 #[test]
-fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
+fn wrong_missing_and_duplicate_identifiers_are_harmless() {
     require!(root);
     let scene = Scene::start(|_, options| options);
     scene.apply(&pod("web"));
@@ -437,7 +437,7 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
     });
     scene.cri.on(Op::ContainerStatus).always().alter(|answer: &mut cri::ContainerStatusResponse| {
         if let Some(status) = &mut answer.status {
-            status.id = "somebody else".to_owned();
+            status.id = "another container".to_owned();
             status.state = 99;
             status.metadata = None;
         }
@@ -452,10 +452,10 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
     scene.until_called("relists", first, 4, is_relist);
     scene.is_well();
     scene.cri.heal();
-    // What it was told of its containers made it do this and that; now it finds out how it is.
+    // The agent acted on wrong data; now it observes the true state.
     for name in ["web", "new"] {
         scene.until_ready(name);
-        scene.poll_until("one container each", || {
+        scene.poll_until("one container per pod", || {
             let running = scene.containers(name).matches('+').count();
             if running == 1 { Ok(()) } else { Err(scene.containers(name)) }
         });
@@ -464,7 +464,7 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
         scene.remove(name);
         scene.until_gone(name);
     }
-    scene.poll_until("nothing to be left in the runtime", || {
+    scene.poll_until("an empty runtime", || {
         let world = scene.cri.world();
         let left = (world.sandboxes.len(), world.containers.len());
         if left == (0, 0) { Ok(()) } else { Err(format!("{left:?}")) }
@@ -473,12 +473,12 @@ fn identifiers_that_are_wrong_missing_or_there_twice_are_survived() {
 }
 
 #[test]
-fn events_that_mean_nothing_do_not_stop_the_stream_for_good() {
+fn nonsensical_events_do_not_stop_the_stream_permanently() {
     require!(root);
     let cri = FakeCri::start();
     cri.change(|world| world.streams_events = true);
     let mut garbage = vec![vec![0, 0, 0, 0, 3, 0xff, 0xff, 0xff], vec![9; 1000], Vec::new()];
-    // Events of nobody: an unknown kind, no container, a time before time.
+    // Events of an unknown kind and container, with the smallest possible time.
     let event = cri::ContainerEventResponse {
         container_id: "\u{0}".repeat(300),
         container_event_type: 77,
@@ -505,7 +505,7 @@ fn events_that_mean_nothing_do_not_stop_the_stream_for_good() {
 }
 
 #[test]
-fn a_runtime_of_unknown_kinds_is_taken_as_far_as_it_goes() {
+fn a_runtime_with_unknown_enum_values_is_used() {
     require!(root);
     let cri = FakeCri::start();
     cri.change(|world| {
@@ -524,7 +524,7 @@ fn a_runtime_of_unknown_kinds_is_taken_as_far_as_it_goes() {
     scene.apply(&pod("web"));
     scene.until_ready("web");
     scene.is_well();
-    // The driver that it names is none, so it drives what the agent does.
+    // The reported driver is unknown, so the agent uses its own.
     scene.cri.heal();
     all_is_well(&scene, &scene.sandbox("web").unwrap(), "unknown kinds");
 }

@@ -1,4 +1,4 @@
-//! Kinds of volumes that storage plugins have taken over, and those that nobody makes any more.
+//! Tests of in-tree volume types that were migrated to CSI drivers, and of removed types.
 
 use super::*;
 
@@ -6,7 +6,7 @@ const DISKS: &str = "ebs.csi.aws.com";
 const CLOUD: &str = "disk.csi.azure.com";
 
 impl Member {
-    /// Starts a driver of this name, and waits until the node has it.
+    /// Starts a driver of this name, and waits until the CSINode has it.
     async fn driver_called(&self, name: &str) -> CsiDriver {
         let driver = self.driver(|settings| name.clone_into(&mut settings.name));
         let has = |node: &Value| {
@@ -25,12 +25,12 @@ impl Member {
 }
 
 #[tokio::test]
-async fn a_csi_node_says_which_kinds_of_volumes_go_to_storage_plugins_also_one_that_was_there() {
+async fn a_new_and_an_existing_csi_node_list_the_migrated_volume_types() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let annotation = "storage.alpha.kubernetes.io/migrated-plugins";
     let of = |node: &Value| node["metadata"]["annotations"][annotation].as_str().map(str::to_owned);
-    let made = member.until_csi_node("a CSINode that says it", |node| of(node).is_some()).await;
+    let made = member.until_csi_node("a CSINode with the list", |node| of(node).is_some()).await;
     let kinds = of(&made).unwrap();
     assert!(kinds.starts_with("kubernetes.io/aws-ebs,") && kinds.contains("kubernetes.io/portworx-volume"));
     member.scene.agent.kill9();
@@ -39,13 +39,13 @@ async fn a_csi_node_says_which_kinds_of_volumes_go_to_storage_plugins_also_one_t
     member.api.patch(&path, &before);
     member.scene.agent.resume().unwrap();
     let again = |node: &Value| of(node).as_deref() == Some(&kinds);
-    let node = member.until_csi_node("a CSINode that says it again", again).await;
+    let node = member.until_csi_node("a CSINode with the list again", again).await;
     assert_eq!(node["metadata"]["annotations"]["mine"], "yes");
     member.scene.is_well();
 }
 
 #[tokio::test]
-async fn a_claims_volume_of_such_a_kind_is_brought_by_its_storage_plugin() {
+async fn the_csi_driver_mounts_a_claims_volume_of_a_migrated_type() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver_called(DISKS).await;
@@ -76,7 +76,7 @@ async fn a_claims_volume_of_such_a_kind_is_brought_by_its_storage_plugin() {
 }
 
 #[tokio::test]
-async fn a_pods_own_volume_of_such_a_kind_is_attached_and_brought_and_only_read_where_it_says_so() {
+async fn a_pods_own_volume_of_a_migrated_type_is_attached_and_mounted_read_only_if_specified() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver_called(CLOUD).await;
@@ -88,8 +88,8 @@ async fn a_pods_own_volume_of_such_a_kind_is_attached_and_brought_and_only_read_
     let in_use =
         |api: &FakeApi| api.get(&own_node()).filter(|node| node["status"]["volumesInUse"] == json!([name]));
     member.api.wait_until("the volume to be in use", in_use).await;
-    assert!(driver.calls("NodeStageVolume").is_empty(), "it is not attached yet");
-    // As the controller makes it: without a PersistentVolume.
+    assert!(driver.calls("NodeStageVolume").is_empty(), "the volume is not attached yet");
+    // The attachment as the controller creates it: without a PersistentVolume.
     let digest = {
         use sha2::Digest as _;
         let hash = sha2::Sha256::digest(format!("{uri}{CLOUD}{NODE}"));
@@ -105,7 +105,7 @@ async fn a_pods_own_volume_of_such_a_kind_is_attached_and_brought_and_only_read_
     let published = &driver.calls("NodePublishVolume")[0];
     assert_eq!((&published["volume"], &published["readOnly"]), (&json!(uri), &json!(true)));
     assert_eq!(published["publishContext"], json!({"lun": "3"}));
-    // The name of the volume is a path, and one part of another one.
+    // The volume's name is a path, and must be one component of the mount's path.
     let mounted = member.mounted("web");
     let part = uri.replace('/', "~");
     assert!(mounted.ends_with(&format!("/volumes/kubernetes.io~csi/{part}/mount")), "{mounted}");
@@ -119,7 +119,7 @@ async fn a_pods_own_volume_of_such_a_kind_is_attached_and_brought_and_only_read_
 }
 
 #[tokio::test]
-async fn a_pod_waits_for_a_volume_that_nobody_makes_any_more_and_others_do_not() {
+async fn a_pod_waits_for_a_volume_of_a_removed_type_and_other_pods_do_not() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let rbd = json!({"rbd": {"monitors": ["m"], "image": "i"}});
