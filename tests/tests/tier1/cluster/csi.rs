@@ -1,5 +1,5 @@
-//! Storage plugins on a node: registered, their volumes staged, published and given back, through restarts of
-//! the agent and faults of the driver.
+//! Tests of CSI drivers on a node: registration, staging, publishing and unpublishing of volumes, also across
+//! restarts of the agent and faults of the driver.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ impl Member {
         CsiDriver::start(&self.kubelet_dir(), &self.shelf(), settings).unwrap()
     }
 
-    /// Waits until the CSINode is as wanted.
+    /// Waits until `wanted` accepts the CSINode.
     async fn until_csi_node(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let path = format!("{CSI_NODES}/{NODE}");
         self.api.wait_until(what, |api| api.get(&path).filter(|node| wanted(node))).await
@@ -48,7 +48,7 @@ impl Member {
         self.until_csi_node("the CSINode to name the driver", has).await
     }
 
-    /// Waits until the driver has been asked so often.
+    /// Waits until the driver has received this number of calls.
     fn until_called(&self, driver: &CsiDriver, method: &str, times: usize) {
         self.scene.poll_until(&format!("{times} calls of {method}"), || {
             let count = driver.calls(method).len();
@@ -57,7 +57,7 @@ impl Member {
     }
 }
 
-/// A PersistentVolume of the driver.
+/// Returns a PersistentVolume of the driver.
 fn of_driver(more: &Value) -> Value {
     let mut source = json!({"driver": DRIVER, "volumeHandle": "disk-1", "fsType": "ext4"});
     source.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -71,7 +71,7 @@ fn not_attached(api: &FakeApi, more: &Value) {
 }
 
 #[tokio::test]
-async fn a_driver_is_on_the_csi_node_and_the_node_and_leaves_them_when_it_goes() {
+async fn a_driver_is_on_the_csi_node_and_the_node_until_it_ends() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let empty = |node: &Value| node["spec"]["drivers"].as_array().is_some_and(Vec::is_empty);
@@ -83,10 +83,10 @@ async fn a_driver_is_on_the_csi_node_and_the_node_and_leaves_them_when_it_goes()
         settings.max_volumes = 7;
     });
     let registered = member.until_registered().await;
-    let said = &registered["spec"]["drivers"][0];
-    assert_eq!(said["nodeID"], "id-of-shelf.example.com");
-    assert_eq!(said["topologyKeys"], json!(["topology.shelf.example.com/rack"]));
-    assert_eq!(said["allocatable"]["count"], 7);
+    let entry = &registered["spec"]["drivers"][0];
+    assert_eq!(entry["nodeID"], "id-of-shelf.example.com");
+    assert_eq!(entry["topologyKeys"], json!(["topology.shelf.example.com/rack"]));
+    assert_eq!(entry["allocatable"]["count"], 7);
     assert_eq!(driver.registration(), Some((true, String::new())));
     let node = member.api.get(&own_node()).unwrap();
     let annotations = &node["metadata"]["annotations"];
@@ -102,7 +102,7 @@ async fn a_driver_is_on_the_csi_node_and_the_node_and_leaves_them_when_it_goes()
 }
 
 #[tokio::test]
-async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last() {
+async fn a_volume_is_staged_once_published_per_pod_and_unstaged_with_the_last() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|_| {});
@@ -133,7 +133,7 @@ async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last(
         (&json!("b"), &json!(1), &staged[0]["path"])
     );
     assert_eq!(member.mounted("one"), of_one["path"].as_str().unwrap());
-    // One volume for both.
+    // Both pods have the same volume.
     std::fs::write(Path::new(&member.mounted("one")).join("file"), "1").unwrap();
     assert!(Path::new(&member.mounted("two")).join("file").exists());
     member.api.delete(&path("one"));
@@ -145,7 +145,7 @@ async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last(
     member.until_nothing_is_mounted();
     assert!(member.shelf().join("disk-1/file").exists());
     let left = member.kubelet_dir().join(digest);
-    member.scene.poll_until("no record to be left", || {
+    member.scene.poll_until("the removal of the records", || {
         let count = std::fs::read_dir(&left).map(Iterator::count).unwrap_or(0);
         if count == 0 { Ok(()) } else { Err(format!("{count} in {}", left.display())) }
     });
@@ -153,7 +153,7 @@ async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last(
 }
 
 #[tokio::test]
-async fn a_volume_is_used_once_a_controller_has_attached_it_and_said_to_be_in_use_before() {
+async fn a_volume_is_reported_in_use_and_then_mounted_once_it_is_attached() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|_| {});
@@ -166,7 +166,7 @@ async fn a_volume_is_used_once_a_controller_has_attached_it_and_said_to_be_in_us
         |api: &FakeApi| api.get(&own_node()).filter(|node| node["status"]["volumesInUse"] == json!([name]));
     member.api.wait_until("the volume to be in use", in_use).await;
     assert!(driver.calls("NodeStageVolume").is_empty());
-    // The name that an attacher gives it: of handle, driver and node.
+    // The attacher derives the attachment's name from handle, driver and node.
     let digest = {
         use sha2::Digest as _;
         let hash = sha2::Sha256::digest(format!("disk-1{DRIVER}{NODE}"));
@@ -186,12 +186,12 @@ async fn a_volume_is_used_once_a_controller_has_attached_it_and_said_to_be_in_us
         let node = api.get(&own_node())?;
         node["status"]["volumesInUse"].as_array().is_none_or(Vec::is_empty).then_some(())
     };
-    member.api.wait_until("the volume to be in use no more", free).await;
+    member.api.wait_until("the volume to be no longer in use", free).await;
     member.scene.is_well();
 }
 
 #[tokio::test]
-async fn a_pods_own_volume_needs_a_driver_that_has_such_and_gets_its_secret_and_tokens() {
+async fn an_inline_volume_needs_a_driver_that_supports_it_and_gets_its_secret_and_tokens() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|settings| settings.stages = false);
@@ -227,7 +227,7 @@ async fn a_pods_own_volume_needs_a_driver_that_has_such_and_gets_its_secret_and_
 }
 
 #[tokio::test]
-async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
+async fn a_pod_waits_for_its_driver_and_its_faults_and_other_pods_do_not() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     not_attached(&member.api, &json!({}));
@@ -242,7 +242,7 @@ async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     member.until_running("web").await;
-    // A driver that can't gives nothing back, and holds its pod alone.
+    // A failing driver unpublishes nothing, and delays only its own pod.
     driver.refuse("NodeUnpublishVolume", Code::Internal, "the shelf is in use");
     member.api.delete(&path("web"));
     member.until_called(&driver, "NodeUnstageVolume", 1);
@@ -252,7 +252,7 @@ async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
 }
 
 #[tokio::test]
-async fn what_a_killed_agent_has_staged_and_published_is_given_back() {
+async fn volumes_of_a_killed_agent_are_unpublished_and_unstaged() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|_| {});
@@ -260,14 +260,14 @@ async fn what_a_killed_agent_has_staged_and_published_is_given_back() {
     not_attached(&member.api, &json!({}));
     member.api.put(CLAIM, pending());
     bind(&member.api, CLAIM, &of_driver(&json!({})));
-    // Killed while the driver publishes: nobody knows whether it did.
+    // The agent is killed during the publishing, so its outcome is unknown.
     driver.hang("NodePublishVolume");
     member.api.put(&path("web"), claiming("web"));
     member.until_called(&driver, "NodePublishVolume", 1);
     member.scene.agent.kill9();
     member.scene.agent.resume().unwrap();
     member.until_running("web").await;
-    // Killed while it runs, and deleted meanwhile.
+    // The agent is killed while the pod runs, and the pod is deleted before the restart.
     let before = member.mounted("web");
     assert!(Path::new(&before).exists());
     member.scene.agent.kill9();
@@ -280,7 +280,7 @@ async fn what_a_killed_agent_has_staged_and_published_is_given_back() {
 }
 
 #[tokio::test]
-async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_what_is_wrong_with_it() {
+async fn the_drivers_stats_and_condition_of_a_claims_volume_are_reported() {
     require!(root);
     let (member, pages) = measuring(FakeApi::start()).await;
     let driver = member.driver(|settings| settings.measures = true);
@@ -322,7 +322,7 @@ async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_wha
     driver.trouble("the shelf burns");
     member.until_event("VolumeConditionAbnormal", "Volume data: the shelf burns").await;
     pages.until(&member, "/metrics", &sample("health_status_abnormal", 1));
-    // A driver that hangs holds up its own numbers alone.
+    // A driver that hangs delays only its own stats.
     driver.hang("NodeGetVolumeStats");
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
@@ -330,7 +330,7 @@ async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_wha
 }
 
 #[tokio::test]
-async fn a_volume_is_published_again_with_new_tokens_while_its_pod_runs_where_the_driver_wants_that() {
+async fn a_running_pods_volume_is_republished_with_new_tokens_if_the_driver_requires_it() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|_| {});
@@ -344,7 +344,7 @@ async fn a_volume_is_published_again_with_new_tokens_while_its_pod_runs_where_th
     web["spec"]["serviceAccountName"] = "robot".into();
     member.api.put(&path("web"), web);
     member.until_running("web").await;
-    // A driver that can't, once, takes nothing from the pod.
+    // A single failure of the driver does not affect the pod.
     driver.refuse("NodePublishVolume", Code::Internal, "the shelf is locked");
     member.until_called(&driver, "NodePublishVolume", 2);
     let published = driver.calls("NodePublishVolume");
@@ -355,7 +355,7 @@ async fn a_volume_is_published_again_with_new_tokens_while_its_pod_runs_where_th
     }
     assert_eq!(driver.calls("NodeStageVolume").len(), 1);
     assert!(member.runs("web") && Path::new(&member.mounted("web")).exists());
-    // An agent that begins doesn't wait for its period: what the volume was given may have ended meanwhile.
+    // A new agent publishes at once, without waiting for its period: the volume's token may have expired.
     member.scene.agent.kill9();
     let before = driver.calls("NodePublishVolume").len();
     member.scene.agent.resume().unwrap();
@@ -363,7 +363,8 @@ async fn a_volume_is_published_again_with_new_tokens_while_its_pod_runs_where_th
     member.scene.is_well();
 }
 
-/// A claim of 1 GiB whose volume has 2 GiB by now, and whose file system is to follow on the node.
+/// Returns the status of a claim of 1 GiB whose volume now has 2 GiB, and whose file system the node must
+/// grow.
 fn to_grow() -> Value {
     json!({"status": {
         "capacity": {"storage": "1Gi"}, "allocatedResources": {"storage": "2Gi"},
@@ -373,17 +374,17 @@ fn to_grow() -> Value {
 }
 
 /// Changes the claim's status.
-fn say(api: &FakeApi, status: &Value) {
+fn set_status(api: &FakeApi, status: &Value) {
     api.patch(&format!("{CLAIM}/status"), status);
 }
 
-/// Waits until the claim's status is as wanted.
+/// Waits until `wanted` accepts the claim.
 async fn until_claim(member: &Member, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
     member.api.wait_until(what, |api| api.get(CLAIM).filter(|claim| wanted(&claim["status"]))).await
 }
 
 #[tokio::test]
-async fn a_volume_grows_when_a_pod_gets_it_and_while_a_pod_has_it_and_its_claim_says_so() {
+async fn a_volume_grows_before_its_pod_starts_and_while_it_runs() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
     let driver = member.driver(|settings| settings.expands = true);
@@ -394,7 +395,7 @@ async fn a_volume_grows_when_a_pod_gets_it_and_while_a_pod_has_it_and_its_claim_
     volume["capacity"] = json!({"storage": "2Gi"});
     member.api.put("/api/v1/namespaces/vault/secrets/key", json!({"data": {"k": "aHVzaA=="}}));
     bind(&member.api, CLAIM, &volume);
-    say(&member.api, &to_grow());
+    set_status(&member.api, &to_grow());
     // The pod waits until its volume is as large as its claim.
     driver.refuse("NodeExpandVolume", Code::Internal, "the shelf is being painted");
     member.api.put(&path("web"), claiming("web"));
@@ -410,29 +411,29 @@ async fn a_volume_grows_when_a_pod_gets_it_and_while_a_pod_has_it_and_its_claim_
     assert_eq!(status["allocatedResourceStatuses"]["storage"], Value::Null, "{status}");
     assert_eq!(status["conditions"], json!([]), "{status}");
     member.until_event("FileSystemResizeSuccessful", "NodeExpandVolume succeeded for volume \"pv-1\"").await;
-    // Once more, while the pod runs. An agent that begins looks at once.
+    // The volume grows again, while the pod runs. A new agent checks the claim at once.
     member.scene.agent.kill9();
     volume["capacity"] = json!({"storage": "3Gi"});
     bind(&member.api, CLAIM, &volume);
     let mut more = to_grow();
     more["status"]["capacity"] = json!({"storage": "2Gi"});
     more["status"]["allocatedResources"] = json!({"storage": "3Gi"});
-    say(&member.api, &more);
+    set_status(&member.api, &more);
     member.scene.agent.resume().unwrap();
     until_claim(&member, "the claim to have grown again", has("3Gi")).await;
     assert_eq!(driver.calls("NodeExpandVolume").len(), 3);
-    // What can't be is written down, and not asked for again.
+    // An infeasible expansion is recorded, and not requested again.
     member.scene.agent.kill9();
     volume["capacity"] = json!({"storage": "4Gi"});
     bind(&member.api, CLAIM, &volume);
     more["status"]["capacity"] = json!({"storage": "3Gi"});
     more["status"]["allocatedResources"] = json!({"storage": "4Gi"});
-    say(&member.api, &more);
+    set_status(&member.api, &more);
     driver.refuse("NodeExpandVolume", Code::OutOfRange, "the shelf ends here");
     member.scene.agent.resume().unwrap();
     let infeasible =
         |status: &Value| status["allocatedResourceStatuses"]["storage"] == "NodeResizeInfeasible";
-    let claim = until_claim(&member, "the claim to say that it can't be", infeasible).await;
+    let claim = until_claim(&member, "the claim to be infeasible", infeasible).await;
     let all = claim["status"]["conditions"].as_array().unwrap();
     let failed = all.iter().find(|condition| condition["type"] == "NodeResizeError").unwrap();
     let message = failed["message"].as_str().unwrap();
@@ -469,10 +470,10 @@ async fn a_block_volume_is_a_device_of_the_container() {
     assert_eq!(staged, plugin.join("staging/pv-1").display().to_string());
     member.api.delete(&path("web"));
     member.until_called(&driver, "NodeUnstageVolume", 1);
-    member.scene.poll_until("nothing to be left", || {
+    member.scene.poll_until("the removal of the volume", || {
         if Path::new(&expected).exists() { Err(expected.clone()) } else { Ok(()) }
     });
-    // Used as what it isn't, it is refused.
+    // A block volume is refused as a mounted one.
     member.api.put(&path("other"), claiming("other"));
     member
         .until_event("FailedMount", "volume data has volumeMode Block, but is specified in volumeMounts")

@@ -1,4 +1,4 @@
-//! Volume claims of the API server's pods: waited for, mounted, given back.
+//! Tests of volume claims of the API server's pods: waits, mounts, unmounts.
 
 use beelet_tests::agent::{Options, http_get};
 use beelet_tests::apiserver::FakeApi;
@@ -13,7 +13,7 @@ use super::workload::{path, pod};
 const CLAIM: &str = "/api/v1/namespaces/default/persistentvolumeclaims/data";
 const VOLUME: &str = "/api/v1/persistentvolumes/pv-1";
 
-/// A pod with a volume `data` of this source, which its container mounts.
+/// Returns a pod with a volume `data` of this source, which its container mounts.
 pub(crate) fn pod_with(name: &str, source: &Value) -> Value {
     let mut pod = pod(name);
     let mut volume = source.clone();
@@ -39,11 +39,11 @@ pub(crate) fn pending() -> Value {
     json!({"spec": {}, "status": {"phase": "Pending"}})
 }
 
-/// Where the agent's pages are.
+/// Address of the agent's HTTP server.
 pub(crate) struct Pages(String);
 
 impl Pages {
-    /// Waits until a page says this; the page.
+    /// Waits until a page contains `words`; returns the page.
     pub(crate) fn until(&self, member: &Member, path: &str, words: &str) -> String {
         member.scene.poll_until(&format!("{words} on {path}"), || {
             let page = http_get(&self.0, path).map_err(|error| error.to_string())?.1;
@@ -52,7 +52,7 @@ impl Pages {
     }
 }
 
-/// A node that asks each second how much room volumes have.
+/// Starts a node that measures volumes each second.
 pub(crate) async fn measuring(api: FakeApi) -> (Member, Pages) {
     let [port] = ports::free().unwrap();
     let options =
@@ -61,30 +61,30 @@ pub(crate) async fn measuring(api: FakeApi) -> (Member, Pages) {
 }
 
 impl Member {
-    /// Waits until an event of this reason says something like this.
+    /// Waits until an event with this reason contains `words`.
     pub(crate) async fn until_event(&self, reason: &str, words: &str) {
-        let told = |event: &Value| {
+        let matches = |event: &Value| {
             let text = |field: &str| event[field].as_str().unwrap_or_default().to_owned();
             event["reason"] == reason && (text("message") + &text("note")).contains(words)
         };
         let found = |api: &FakeApi| {
             let all = ["/api/v1/events", "/apis/events.k8s.io/v1/events"];
-            all.iter().flat_map(|collection| api.all(collection)).any(|event| told(&event)).then_some(())
+            all.iter().flat_map(|collection| api.all(collection)).any(|event| matches(&event)).then_some(())
         };
         self.api.wait_until(&format!("an event {reason}: {words}"), found).await;
     }
 
-    /// Where the container's volume is on the machine.
+    /// Returns the path of the container's volume on the machine.
     pub(crate) fn mounted(&self, pod: &str) -> String {
         let container = self.scene.cri.container(pod, "main").unwrap();
         let mount = container.config.mounts.iter().find(|mount| mount.container_path == "/data").unwrap();
         mount.host_path.clone()
     }
 
-    /// Nothing is mounted in the pods' folders, and none is left.
+    /// Waits until the pods' folders contain no mounts.
     pub(crate) fn until_nothing_is_mounted(&self) {
         let pods = self.scene.dir.path().join("agent/pods");
-        self.scene.poll_until("nothing to be mounted", || {
+        self.scene.poll_until("no mounts in the pods' folders", || {
             let mounts = guards::mounts().map_err(|error| error.to_string())?;
             match mounts.iter().find(|mount| mount.path.starts_with(&pods)) {
                 Some(mount) => Err(format!("{mount:?}")),
@@ -95,7 +95,7 @@ impl Member {
 }
 
 #[tokio::test]
-async fn a_pod_waits_until_its_claim_is_bound_and_gives_the_volume_back() {
+async fn a_pod_waits_until_its_claim_is_bound_and_unmounts_the_volume() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let shelf = member.scene.dir.path().join("shelf");
@@ -109,7 +109,7 @@ async fn a_pod_waits_until_its_claim_is_bound_and_gives_the_volume_back() {
     let words = "Unable to attach or mount volumes: unmounted volumes=[data], unattached volumes=[], failed to \
                  process volumes=[data]: error processing PVC default/data: PVC is not bound";
     member.until_event("FailedMount", words).await;
-    // Others don't wait for it.
+    // Other pods do not wait for the claim.
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     bind(&member.api, CLAIM, &json!({"local": {"path": shelf}, "accessModes": ["ReadWriteOnce"]}));
@@ -124,9 +124,9 @@ async fn a_pod_waits_until_its_claim_is_bound_and_gives_the_volume_back() {
     member.scene.is_well();
 }
 
-/// Admission of the API server takes any text for these names.
+/// The API server accepts any text for these names.
 #[tokio::test]
-async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_not_notice() {
+async fn an_invalid_reference_blocks_only_its_own_pod() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     member.api.put(
@@ -156,7 +156,8 @@ async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_
     robot["spec"]["serviceAccountName"] = long.clone().into();
     member.api.put(&path("robot"), robot);
     member.until_event("FailedMount", "a\" is longer than 512 bytes").await;
-    // As of any object that is missing: who can do without it starts, and finds no registry's secret.
+    // An invalid name is like a missing object: pods with optional references start, without the registry's
+    // secret.
     let mut optional = pod_with("optional", &json!({"configMap": {"name": long, "optional": true}}));
     optional["spec"]["imagePullSecrets"] = json!([{"name": long}]);
     member.api.put(&path("optional"), optional);
@@ -169,7 +170,7 @@ async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_
 }
 
 #[tokio::test]
-async fn a_pod_that_gets_no_token_says_why_and_starts_once_it_has_one() {
+async fn a_pod_without_its_token_reports_the_reason_and_starts_later() {
     require!(root);
     const ACCOUNT: &str = "/api/v1/namespaces/default/serviceaccounts/robot";
     let member = Member::start(FakeApi::start(), |options| options).await;
@@ -210,7 +211,7 @@ async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_wi
 }
 
 #[tokio::test]
-async fn a_local_volume_says_how_much_room_its_file_system_has_and_a_host_path_says_nothing() {
+async fn a_local_volume_reports_the_space_of_its_file_system_and_a_host_path_does_not() {
     require!(root);
     let (member, pages) = measuring(FakeApi::start()).await;
     let shelf = member.scene.dir.path().join("shelf");
@@ -237,7 +238,7 @@ async fn a_local_volume_says_how_much_room_its_file_system_has_and_a_host_path_s
 }
 
 #[tokio::test]
-async fn a_volume_has_the_certificates_of_trust_bundles_and_gets_those_that_come() {
+async fn a_volume_has_the_certificates_of_present_and_later_trust_bundles() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let bundles = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles";
@@ -277,7 +278,7 @@ async fn a_local_block_device_is_a_device_of_the_container() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
     let disk = member.scene.dir.path().join("disk");
-    // Nobody opens it: any number that a disk may have will do.
+    // The device is never opened, so any device number works.
     let (mode, number) = (Mode::from_raw_mode(0o600), rustix::fs::makedev(7, 255));
     mknodat(CWD, &disk, FileType::BlockDevice, mode, number).unwrap();
     member.api.put(CLAIM, pending());

@@ -1,5 +1,5 @@
-//! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two
-//! steps.
+//! Tests of pods that an API server assigns to the node: identified by their UID, changed while they run,
+//! deleted in two steps.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::node::{IMAGE, Node, Settings, View, container, containers, pod, view}
 pub(super) const UID: &str = "7d5f41d6-0000-4000-8000-000000000001";
 const OTHER: &str = "7d5f41d6-0000-4000-8000-000000000002";
 
-/// A pod as the API server has it.
+/// Returns a pod as the API server has it.
 pub(super) fn assigned(uid: &str) -> Value {
     let mut pod = pod("api-n1");
     pod["metadata"]["namespace"] = json!("default");
@@ -35,7 +35,7 @@ pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
         (PodName::of(&pod), Arc::new(pod))
     };
     let mut objects = Objects::default();
-    // The API server has told that there are none; until then its pods wait.
+    // The API server has listed no services; without this list its pods wait.
     objects.set_services(Services::new(Vec::new()));
     let (pods, objects) = (pods.iter().map(read).collect(), Arc::new(objects));
     Arc::new(Desired { pods, objects, ..Desired::default() })
@@ -53,7 +53,7 @@ pub(super) async fn node_with(pods: &[Value]) -> (Node, watch::Sender<Arc<Desire
     (node, source)
 }
 
-/// Seconds that containers got when they were stopped.
+/// Returns the grace periods with which containers were stopped, in seconds.
 fn stops(node: &Node) -> Vec<i64> {
     let asked = node.cri.calls().into_iter().filter_map(|call| match call.asked {
         Asked::StopContainer(request) => Some(request.timeout),
@@ -73,16 +73,16 @@ fn is_cleared(pod: &View) -> bool {
 }
 
 #[tokio::test]
-async fn a_deleted_pod_ends_within_its_grace_and_stays_until_the_api_server_forgets_it() {
+async fn a_deleted_pod_ends_within_its_grace_and_stays_until_its_object_is_removed() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     let pod = node.until_ready("api").await;
     assert_eq!(pod.0.pod.status.as_ref().unwrap().observed_generation, Some(1));
     source.send_replace(desired(&[deleted(assigned(UID), 3)]));
-    let gone = node.until_pod("api", "to have given everything back", is_cleared).await;
+    let gone = node.until_pod("api", "to have released everything", is_cleared).await;
     assert!(gone.0.ending && gone.terminating());
     assert_eq!((stops(&node), node.containers("api").as_str()), (vec![3], ""));
     assert!(gone.container("main").state.unwrap().terminated.is_some());
-    // It doesn't come back while its object is there.
+    // The pod does not start again while its object exists.
     node.until_relisted().await;
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
     source.send_replace(desired(&[]));
@@ -107,7 +107,7 @@ async fn a_pod_with_any_grace_period_is_evicted_and_its_end_hastened() {
         node.request(end(&pod, Some(Duration::from_secs(u64::MAX)))).await;
         node.request(end(&pod, Some(Duration::from_secs(1)))).await;
         held.release();
-        node.until_pod("api", "to have given everything back", is_cleared).await;
+        node.until_pod("api", "to have released everything", is_cleared).await;
         let stops = stops(&node);
         assert!(stops.iter().all(|seconds| (0..=366 * 24 * 3600).contains(seconds)), "{grace}: {stops:?}");
     }
@@ -126,7 +126,7 @@ async fn a_critical_pod_takes_the_room_of_one_with_any_grace_period() {
         critical["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": "3"}});
         node.apply(&critical);
         node.until_ready("critical").await;
-        let preempted = node.until_pod("api", "to have given everything back", is_cleared).await;
+        let preempted = node.until_pod("api", "to have released everything", is_cleared).await;
         assert_eq!(preempted.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("Preempting"));
         assert!(stops(&node).iter().all(|seconds| (0..=366 * 24 * 3600).contains(seconds)), "{grace}");
     }
@@ -147,10 +147,10 @@ async fn a_deletion_with_a_longer_grace_slows_no_end_down() {
         if text.contains("Evicted") { Ok(()) } else { Err("the record lacks the eviction") }
     };
     beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
-    // The next agent begins anew with what both have said.
+    // The next agent starts with both grace periods.
     node.kill_and_start().await;
     held.release();
-    node.until_pod("api", "to have given everything back", is_cleared).await;
+    node.until_pod("api", "to have released everything", is_cleared).await;
     assert!(stops(&node).iter().all(|seconds| *seconds <= 30), "{:?}", stops(&node));
 }
 
@@ -211,7 +211,7 @@ async fn a_corrected_image_is_pulled_at_once() {
     let (node, source) = node_with(&[wrong]).await;
     node.cri.add_to_registry("registry.example/right:1");
     let tried = || node.cri.count(Op::PullImage);
-    // The next try is 20 s away.
+    // The next attempt is due in 20 s.
     node.until_pod("api", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff") && tried() == 2)
         .await;
     let mut right = assigned(UID);
@@ -221,12 +221,12 @@ async fn a_corrected_image_is_pulled_at_once() {
     node.until_ready("api").await;
     assert!(
         corrected.elapsed() < Duration::from_secs(15),
-        "it has waited for the back-off of the other image"
+        "the agent waited for the back-off of the other image"
     );
 }
 
 #[tokio::test]
-async fn a_pod_that_is_gone_by_force_is_stopped() {
+async fn a_pod_deleted_by_force_is_stopped() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     let pod = node.until_ready("api").await;
     source.send_replace(desired(&[]));
@@ -244,13 +244,13 @@ async fn a_pod_deleted_while_it_starts_never_runs() {
     source.send_replace(desired(&[deleted(assigned(UID), 3)]));
     node.until_pod("api", "to be terminating", View::terminating).await;
     held.release();
-    node.until_pod("api", "to have given everything back", is_cleared).await;
+    node.until_pod("api", "to have released everything", is_cleared).await;
     assert_eq!(node.containers("api"), "");
     assert_eq!(node.done(&[Op::StartContainer]), 0);
 }
 
 #[tokio::test]
-async fn a_pod_of_the_same_name_waits_for_the_one_before_it() {
+async fn a_pod_waits_for_the_end_of_its_namesake() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     node.until_ready("api").await;
     let held = node.cri.on(Op::StopContainer).hold();
@@ -263,7 +263,7 @@ async fn a_pod_of_the_same_name_waits_for_the_one_before_it() {
 }
 
 #[tokio::test]
-async fn after_a_kill_what_runs_is_left_alone_until_the_api_server_has_spoken() {
+async fn after_a_kill_running_pods_are_left_alone_until_the_api_server_answers() {
     let (mut node, source) = node_with(&[assigned(UID)]).await;
     let pod = node.until_ready("api").await;
     source.send_replace(unread());
@@ -275,7 +275,7 @@ async fn after_a_kill_what_runs_is_left_alone_until_the_api_server_has_spoken() 
     let same = node.until_ready("api").await;
     assert_eq!((same.uid(), node.containers("api").as_str()), (pod.uid(), "main/0+"));
     assert_eq!(node.done(&[Op::StopContainer]), 0);
-    // And it is stopped if the API server doesn't name it.
+    // The pod is stopped if the API server does not list it.
     source.send_replace(unread());
     node.kill_and_start().await;
     source.send_replace(desired(&[]));
@@ -283,24 +283,24 @@ async fn after_a_kill_what_runs_is_left_alone_until_the_api_server_has_spoken() 
 }
 
 #[tokio::test]
-async fn after_a_reboot_a_pod_that_waits_for_its_objects_asks_the_runtime_for_nothing() {
+async fn after_a_reboot_a_pod_that_waits_for_its_objects_makes_no_runtime_calls() {
     let (mut node, source) = node_with(&[assigned(UID)]).await;
     node.until_ready("api").await;
     node.kill().await;
     node.cri.reboot();
-    // Of services nothing has been told yet.
-    let told = desired(&[assigned(UID)]);
-    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*told).clone() }));
+    // The API server has not listed the services yet.
+    let complete = desired(&[assigned(UID)]);
+    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*complete).clone() }));
     node.start().await;
     node.until_pod("api", "to be known", |pod| !pod.running("main")).await;
     node.until_relisted().await;
     assert_eq!(node.done(&[Op::StopPodSandbox]), 0, "{}", node.cri.transcript());
-    source.send_replace(told);
+    source.send_replace(complete);
     node.until_ready("api").await;
     assert_eq!(node.done(&[Op::StopPodSandbox, Op::RunPodSandbox]), 3);
 }
 
-/// Its status says nothing of a wait: the pod runs, and its sidecar has ended.
+/// The pod's status does not show the wait: the pod runs, and its sidecar has ended.
 #[tokio::test]
 async fn a_sidecar_that_ended_while_its_pod_waited_for_its_objects_runs_again() {
     let mut with_sidecar = assigned(UID);
@@ -311,14 +311,14 @@ async fn a_sidecar_that_ended_while_its_pod_waited_for_its_objects_runs_again() 
     node.until_ready("api").await;
     node.kill().await;
     node.cri.exit(&node.cri.container("api-n1", "proxy").unwrap().id, 1);
-    // Of services nothing has been told yet.
-    let told = desired(&[with_sidecar]);
-    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*told).clone() }));
+    // The API server has not listed the services yet.
+    let complete = desired(&[with_sidecar]);
+    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*complete).clone() }));
     node.start().await;
     node.until_pod("api", "to be known", |pod| !pod.running("proxy")).await;
     node.until_relisted().await;
     assert!(node.containers("api").contains("proxy/0-"), "{}", node.cri.transcript());
-    source.send_replace(told);
+    source.send_replace(complete);
     node.until_pod("api", "to have its sidecar back", |pod| pod.running("proxy")).await;
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
 }
@@ -349,10 +349,10 @@ async fn another_image_leaves_an_init_container_alone_that_runs() {
     };
     let (node, source) = node_with(&[prepared(IMAGE, "old")]).await;
     node.cri.add_image("busybox:1.37");
-    node.cri.wait_until("it to run", |world| containers(world, "api") == "prepare/0+").await;
+    node.cri.wait_until("the init container", |world| containers(world, "api") == "prepare/0+").await;
     source.send_replace(desired(&[prepared("busybox:1.37", "new")]));
     let label = |pod: &View| pod.0.pod.metadata.labels.as_ref().is_some_and(|all| all["is"] == "new");
-    node.until_pod("api", "to be known as it is now", label).await;
+    node.until_pod("api", "to have its new label", label).await;
     node.until_relisted().await;
     assert_eq!((node.containers("api").as_str(), stops(&node)), ("prepare/0+", Vec::new()));
     node.cri.exit(&node.cri.container("api-n1", "prepare").unwrap().id, 0);
@@ -403,7 +403,8 @@ async fn a_resize_waits_for_room_and_other_changes_do_not_wait_for_it() {
     assert_eq!(node.containers("api"), "main/0+");
 }
 
-/// Not even by a new agent: it would run with amounts that nobody has room for, and count them.
+/// A new agent must not apply the resize either: the pod would run with amounts that exceed the node, and
+/// they would count.
 #[tokio::test]
 async fn a_resize_without_room_waits_over_a_restart_of_the_agent_and_over_a_reboot() {
     let sized = |cpu: &str| {
@@ -436,7 +437,7 @@ async fn a_resize_without_room_waits_over_a_restart_of_the_agent_and_over_a_rebo
 }
 
 #[tokio::test]
-async fn what_has_ended_by_the_api_servers_word_never_starts() {
+async fn a_pod_that_has_ended_in_the_api_server_never_starts() {
     let mut ended = assigned(UID);
     ended["status"] = json!({"phase": "Succeeded"});
     let (node, source) = node_with(&[ended.clone()]).await;
@@ -444,15 +445,15 @@ async fn what_has_ended_by_the_api_servers_word_never_starts() {
     node.until_relisted().await;
     assert_eq!(node.cri.count(Op::RunPodSandbox), 0);
     source.send_replace(desired(&[deleted(ended, 3)]));
-    let gone = node.until_pod("api", "to have given everything back", is_cleared).await;
+    let gone = node.until_pod("api", "to have released everything", is_cleared).await;
     assert_eq!(gone.phase(), "Succeeded");
     source.send_replace(desired(&[]));
     let none = |table: &PodTable| view(table, "api").is_none().then_some(());
-    node.until("the pod to be forgotten", none).await;
+    node.until("the pod's removal", none).await;
 }
 
 #[tokio::test]
-async fn what_somebody_else_ended_in_the_api_server_stops() {
+async fn a_running_pod_that_another_client_marks_failed_is_stopped() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     node.until_ready("api").await;
     let mut ended = assigned(UID);
@@ -487,8 +488,8 @@ async fn a_pod_is_ready_on_the_node_too_once_its_gates_are_open() {
     let first = node.until_pod("api", "to wait for its gate", held).await;
     assert!(condition(&first, "ContainersReady").unwrap().status == "True" && !first.ready());
     source.send_replace(desired(&[gated(Some("False"))]));
-    let told = |pod: &View| condition(pod, "example.com/fed").is_some_and(|one| one.status == "False");
-    let still = node.until_pod("api", "to know how its gate stands", told).await;
+    let shown = |pod: &View| condition(pod, "example.com/fed").is_some_and(|one| one.status == "False");
+    let still = node.until_pod("api", "to have the condition of its gate", shown).await;
     let since = |pod: &View| condition(pod, "Ready").unwrap().last_transition_time;
     assert_eq!(since(&still), since(&first));
     source.send_replace(desired(&[gated(Some("True"))]));

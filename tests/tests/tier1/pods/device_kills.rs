@@ -1,5 +1,5 @@
-//! kill -9 at every step between a pod's question for devices and its start: each device has one pod then,
-//! and none is lost.
+//! Tests of kill -9 at every step between a pod's request for devices and its start: afterwards each device
+//! belongs to at most one pod, and no device is lost.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,29 +15,30 @@ use super::devices::{
 };
 use super::node::{InWrite, Node, pod, with};
 
-/// A second resource, whose plugin is asked after the first one's.
+/// Second resource, allocated after the first one.
 const SECOND: &str = "example.com/second";
 
-/// Where the agent is killed.
+/// Step at which the agent is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kill {
-    /// The plugin was asked which devices it would rather give, and says nothing yet.
+    /// The plugin has received GetPreferredAllocation, and has not answered.
     InPreferred,
-    /// The plugin was asked to allocate, and says nothing yet.
+    /// The plugin has received Allocate, and has not answered.
     InAllocate,
-    /// One container has its device, the other's isn't allocated yet.
+    /// The first container has its device, the second one does not.
     BetweenContainers,
-    /// One plugin has allocated, the other hasn't.
+    /// The first plugin has allocated, the second one has not.
     BetweenPlugins,
-    /// The plugin has answered; the checkpoint's write is here.
+    /// The plugin has answered, and the write of the checkpoint has reached this step.
     InCheckpoint(InWrite),
-    /// The plugin was told that a container is about to start, and says nothing yet.
+    /// The plugin has received PreStartContainer, and has not answered.
     InPreStart,
-    /// At a call to the runtime after that.
+    /// A later call to the runtime.
     At(Op),
 }
 
-/// What the pod asks for: two devices of the first resource, and maybe one of the second.
+/// Returns the pod's containers, which request two devices of the first resource, and one of the second if
+/// `kill` needs it.
 fn wishes(kill: Kill) -> Value {
     match kill {
         Kill::BetweenContainers => json!([wanting("main", 1), wanting("side", 1)]),
@@ -50,21 +51,22 @@ fn wishes(kill: Kill) -> Value {
     }
 }
 
-/// The devices that a pod's containers were started with, by what the plugins put into their environment.
-fn given(node: &Node, pod: &str, containers: &[&str]) -> BTreeSet<String> {
+/// Returns the devices that a pod's containers were started with, from the environment variables that the
+/// plugins set.
+fn started_with(node: &Node, pod: &str, containers: &[&str]) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for container in containers {
         let config = config(node, pod, container);
         for name in ["SAMPLE_DEVICES", "SECOND_DEVICES"] {
             for id in env(&config, name).unwrap_or_default().split(',').filter(|id| !id.is_empty()) {
-                assert!(all.insert(id.to_owned()), "{id} is with two containers of {pod}");
+                assert!(all.insert(id.to_owned()), "two containers of {pod} have {id}");
             }
         }
     }
     all
 }
 
-/// Has something stop at the step, applies the pod, and waits until it is there.
+/// Prepares a stop at the step, applies the pod, and waits until the step is reached.
 async fn stop_at(
     kill: Kill,
     node: &Node,
@@ -124,23 +126,23 @@ async fn converges_after(kill: Kill) {
         Kill::BetweenContainers => (&["main", "side"][..], "main/0+ side/0+"),
         _ => (&["main"][..], "main/0+"),
     };
-    let given_to_web = given(&node, "web", containers);
-    assert_eq!(held(&node, &web), given_to_web, "{kill:?}");
+    let of_web = started_with(&node, "web", containers);
+    assert_eq!(held(&node, &web), of_web, "{kill:?}");
     let expected = if kill == Kill::BetweenPlugins { 3 } else { 2 };
-    assert_eq!(given_to_web.len(), expected, "{kill:?}");
+    assert_eq!(of_web.len(), expected, "{kill:?}");
     assert_eq!(node.containers("web"), running, "{kill:?}");
-    // The next write takes its place.
-    let gone = || if node.store.temporary().exists() { Err("it is there") } else { Ok(()) };
-    workdir::wait_for("the temporary file to go", PATIENCE, gone).unwrap();
-    // What it doesn't have is there for others, and nothing more.
+    // The next write replaces the temporary file.
+    let removed = || if node.store.temporary().exists() { Err("the file still exists") } else { Ok(()) };
+    workdir::wait_for("the removal of the temporary file", PATIENCE, removed).unwrap();
+    // Other pods get exactly the remaining devices.
     node.apply(&pod_wanting("other", 1));
     node.until_ready("other").await;
-    assert!(given(&node, "other", &["main"]).is_disjoint(&given_to_web), "{kill:?}");
+    assert!(started_with(&node, "other", &["main"]).is_disjoint(&of_web), "{kill:?}");
     let left = if kill == Kill::BetweenPlugins { 1 } else { 2 };
     let rest = json!([wanting_of(SECOND, "main", left)]);
     node.apply(&with(pod("rest"), "containers", rest));
     node.until_ready("rest").await;
-    assert!(given(&node, "rest", &["main"]).is_disjoint(&given_to_web), "{kill:?}");
+    assert!(started_with(&node, "rest", &["main"]).is_disjoint(&of_web), "{kill:?}");
     for (name, resource) in [("third", RESOURCE), ("fourth", SECOND)] {
         node.apply(&with(pod(name), "containers", json!([wanting_of(resource, "main", 1)])));
         node.until_pod(name, "to be refused", failed).await;
@@ -152,21 +154,21 @@ async fn converges_after(kill: Kill) {
 }
 
 #[tokio::test]
-async fn killed_while_a_plugin_is_asked_the_agent_gives_no_device_twice() {
+async fn killed_during_a_call_to_a_plugin_the_agent_allocates_no_device_twice() {
     for kill in [Kill::InPreferred, Kill::InAllocate, Kill::BetweenContainers, Kill::BetweenPlugins] {
         converges_after(kill).await;
     }
 }
 
 #[tokio::test]
-async fn killed_while_the_checkpoint_is_written_the_agent_gives_no_device_twice() {
+async fn killed_while_the_checkpoint_is_written_the_agent_allocates_no_device_twice() {
     for at in [InWrite::Before, InWrite::Half, InWrite::BeforeRename, InWrite::After] {
         converges_after(Kill::InCheckpoint(at)).await;
     }
 }
 
 #[tokio::test]
-async fn killed_between_checkpoint_and_start_the_agent_gives_no_device_twice() {
+async fn killed_between_checkpoint_and_start_the_agent_allocates_no_device_twice() {
     for kill in [
         Kill::At(Op::RunPodSandbox),
         Kill::InPreStart,

@@ -1,5 +1,5 @@
-//! Pods that are ended for good: evicted, refused, past their deadline. They give everything back and stay
-//! `Failed`.
+//! Tests of pods that fail permanently: evicted, refused, past their deadline. They release everything and
+//! stay `Failed`.
 
 use std::time::Duration;
 
@@ -25,10 +25,10 @@ fn reason(pod: &View) -> Option<String> {
 async fn until_failed(node: &Node, expected: &str) -> View {
     let failed = |pod: &View| pod.phase() == "Failed" && reason(pod).as_deref() == Some(expected);
     let cleared = |pod: &View| failed(pod) && pod.0.cleared;
-    node.until_pod("web", &format!("to have failed, with nothing left: {expected}"), cleared).await
+    node.until_pod("web", &format!("to have failed and released everything: {expected}"), cleared).await
 }
 
-/// What a pod has on disk and in cgroups, its logs left out.
+/// Returns a pod's files and cgroups, without its logs.
 fn holdings(node: &Node, uid: &str) -> Vec<std::path::PathBuf> {
     let logs = node.path("logs");
     let of_pod = |path: &std::path::PathBuf| path.to_string_lossy().contains(uid) && !path.starts_with(&logs);
@@ -36,7 +36,7 @@ fn holdings(node: &Node, uid: &str) -> Vec<std::path::PathBuf> {
 }
 
 #[tokio::test]
-async fn an_evicted_pod_gives_everything_back_and_stays_failed_until_it_may_run_again() {
+async fn an_evicted_pod_releases_everything_and_stays_failed_until_a_retry() {
     let mut node = Node::with(&[of_everything("web")]).await;
     let web = node.until_ready("web").await;
     node.request(evict(&web, Some(1))).await;
@@ -45,8 +45,8 @@ async fn an_evicted_pod_gives_everything_back_and_stays_failed_until_it_may_run_
     assert!(failed.container("a").state.unwrap().terminated.is_some(), "{:?}", failed.0.pod.status);
     assert!(node.cri.world().sandboxes.is_empty() && node.cri.world().containers.is_empty());
     assert_eq!(holdings(&node, &web.uid()), Vec::<std::path::PathBuf>::new());
-    assert!(node.path(&format!("logs/default_web-n1_{}", web.uid())).exists(), "its logs are gone");
-    // It stays so: for the manager, over a restart, and without work for anybody.
+    assert!(node.path(&format!("logs/default_web-n1_{}", web.uid())).exists(), "its logs were removed");
+    // The pod stays failed across a restart, and causes no further calls.
     node.until_relisted().await;
     let changes = node.done(&CHANGES);
     node.kill_and_start().await;
@@ -54,9 +54,9 @@ async fn an_evicted_pod_gives_everything_back_and_stays_failed_until_it_may_run_
     assert_eq!(until_failed(&node, "Evicted").await.0.pod.status, failed.0.pod.status);
     let looks = node.cri.count(Op::ListPodSandbox);
     node.until_relisted().await;
-    assert!(node.cri.count(Op::ListPodSandbox) <= looks + 3, "somebody looks at it again and again");
+    assert!(node.cri.count(Op::ListPodSandbox) <= looks + 3, "the agent inspects the pod again and again");
     assert_eq!(node.done(&CHANGES), changes, "{}", node.cri.transcript());
-    // Another try is a new start.
+    // A retry is a new start.
     node.request(Request::Retry { uid: web.uid() }).await;
     let again = node.until_ready("web").await;
     assert_eq!((reason(&again), again.uid()), (None, web.uid()));
@@ -67,9 +67,9 @@ async fn an_evicted_pod_gives_everything_back_and_stays_failed_until_it_may_run_
     node.until_nothing_is_left(&again).await;
 }
 
-/// A pod that is made in its place must not wait for a volume that hangs.
+/// A replacement of the pod must not wait for a volume that hangs.
 #[tokio::test]
-async fn an_evicted_pod_has_failed_once_it_has_stopped_and_keeps_its_room_until_nothing_is_left() {
+async fn an_evicted_pod_fails_when_it_has_stopped_and_keeps_its_room_until_it_is_removed() {
     let wanting = |name: &str| {
         let mut main = container("main");
         main["resources"] = json!({"requests": {"cpu": "3"}});
@@ -123,20 +123,20 @@ async fn a_pod_that_is_refused_before_it_runs_has_no_containers() {
     held.release();
     assert!(failed.0.pod.status.as_ref().unwrap().container_statuses.is_none());
     node.until_relisted().await;
-    node.cri.wait_until("a sandbox that came late to be gone", |world| world.sandboxes.is_empty()).await;
+    node.cri.wait_until("the removal of a late sandbox", |world| world.sandboxes.is_empty()).await;
     assert_eq!(node.cri.count(Op::CreateContainer), 0, "{}", node.cri.transcript());
 }
 
 #[tokio::test]
-async fn an_end_that_was_begun_goes_on_after_a_kill() {
+async fn a_started_termination_continues_after_a_kill() {
     let mut node = Node::with(&[of_everything("web")]).await;
     let web = node.until_ready("web").await;
     let held = node.cri.on(Op::StopPodSandbox).hold();
     node.request(evict(&web, Some(1))).await;
     held.reached().await;
-    let ending = node.until_pod("web", "to be told why it ends", |pod| reason(pod).is_some()).await;
-    assert_ne!(ending.phase(), "Failed", "it may still run");
-    // The record of it is written soon, but not at once.
+    let ending = node.until_pod("web", "to have the reason of its end", |pod| reason(pod).is_some()).await;
+    assert_ne!(ending.phase(), "Failed", "the pod may still run");
+    // The record is written soon, but not at once.
     let record = node.path("state/pods.json");
     let written = || {
         let text = std::fs::read_to_string(&record).unwrap_or_default();
@@ -161,7 +161,7 @@ async fn a_second_end_hastens_the_first_and_a_retry_waits_for_it() {
     until_failed(&node, "Evicted").await;
     let stops: Vec<i64> = node.cri.calls().iter().filter_map(|call| timeout(&call.asked)).collect();
     assert_eq!(stops, [600, 5], "{}", node.cri.transcript());
-    // The retry before the second wish to end it was taken back by that; one while it still ends is kept.
+    // The second eviction cancels the earlier retry; a retry during the termination counts.
     let held = node.cri.on(Op::RemovePodSandbox).hold();
     node.request(Request::Retry { uid: web.uid() }).await;
     let web = node.until_ready("web").await;
@@ -185,12 +185,12 @@ async fn a_pod_past_its_deadline_fails() {
     node.apply(&with(pod("web"), "activeDeadlineSeconds", json!(3)));
     let web = node.until_pod("web", "to be known", |_| true).await;
     let started = web.0.pod.status.as_ref().unwrap().start_time.clone().unwrap().0.as_second();
-    // The deadline goes on counting while the agent is away.
+    // The deadline continues while the agent is away.
     node.kill_and_start().await;
     let failed = until_failed(&node, "DeadlineExceeded").await;
     let message = failed.0.pod.status.as_ref().unwrap().message.clone();
     assert_eq!(message.as_deref(), Some("Pod was active on the node longer than the specified deadline"));
     let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    assert!(now >= u64::try_from(started).unwrap() + 3, "it ended too early");
+    assert!(now >= u64::try_from(started).unwrap() + 3, "the pod ended too early");
     assert!(node.cri.world().sandboxes.is_empty());
 }

@@ -1,4 +1,4 @@
-//! A runtime that hangs for some, is slow for all, goes away and comes back. Single calls that go wrong:
+//! Tests of a runtime that hangs for one pod, is slow for all, crashes and returns. Single failing calls:
 //! every_call.rs.
 
 use std::time::Duration;
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::node::{IMAGE, Node, Settings, View, container, of_everything, pod, view, with};
 
-/// A pod whose image must be pulled.
+/// Returns a pod whose image must be pulled.
 fn pulled(name: &str) -> serde_json::Value {
     let mut container = container("main");
     container["image"] = "registry.test/slow:1".into();
@@ -17,7 +17,7 @@ fn pulled(name: &str) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_call_that_hangs_for_one_pod_holds_up_no_other() {
+async fn a_call_that_hangs_for_one_pod_delays_no_other() {
     let check = async |op| {
         let node = Node::with(&[]).await;
         node.cri.add_to_registry("registry.test/slow:1");
@@ -35,7 +35,7 @@ async fn a_call_that_hangs_for_one_pod_holds_up_no_other() {
 }
 
 #[tokio::test]
-async fn a_stop_that_hangs_holds_up_no_other_pods_end() {
+async fn a_stop_that_hangs_delays_no_other_pods_end() {
     let node = Node::with(&[pod("web"), pod("other")]).await;
     let web = node.until_ready("web").await;
     let other = node.until_ready("other").await;
@@ -51,7 +51,7 @@ async fn a_stop_that_hangs_holds_up_no_other_pods_end() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_removed_while_its_pull_hangs_goes_at_once() {
+async fn a_pod_that_is_removed_while_its_pull_hangs_ends_at_once() {
     let node = Node::with(&[pulled("web")]).await;
     node.cri.add_to_registry("registry.test/slow:1");
     let held = node.cri.on(Op::PullImage).always().hold();
@@ -62,7 +62,7 @@ async fn a_pod_that_is_removed_while_its_pull_hangs_goes_at_once() {
 }
 
 #[tokio::test]
-async fn with_a_slow_runtime_everything_comes_up_once() {
+async fn with_a_slow_runtime_everything_starts_once() {
     let node = Node::with(&[]).await;
     node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
     node.apply(&of_everything("web"));
@@ -70,33 +70,33 @@ async fn with_a_slow_runtime_everything_comes_up_once() {
     node.until_ready("web").await;
     node.until_ready("other").await;
     assert_eq!(node.containers("web"), "a/0+ b/0+ init/0- side/0+");
-    // Two sandboxes, five containers made and started.
+    // Two sandboxes, five created and five started containers.
     assert_eq!(node.done(&CHANGES), 12, "{}", node.cri.transcript());
 }
 
 #[tokio::test]
-async fn with_a_slow_runtime_everything_goes_once() {
+async fn with_a_slow_runtime_everything_is_removed_once() {
     let node = Node::with(&[of_everything("web")]).await;
     let web = node.until_ready("web").await;
     let before = node.done(&CHANGES);
     node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
     node.remove("web");
     node.until_nothing_is_left(&web).await;
-    // Three containers stopped, four removed, and the sandbox.
+    // Three stopped and four removed containers, and the stop and the removal of the sandbox.
     assert_eq!(node.done(&CHANGES) - before, 9, "{}", node.cri.transcript());
 }
 
-/// The runtime goes away, and the agent notices.
+/// Crashes the runtime, and waits until the agent tries to reconnect.
 async fn crash(node: &Node) {
     node.cri.crash();
     std::fs::remove_file(node.cri.socket()).unwrap();
     let listener = tokio::net::UnixListener::bind(node.cri.socket()).unwrap();
     let tried = tokio::time::timeout(PATIENCE, listener.accept()).await;
-    assert!(tried.is_ok(), "the agent does not look for its runtime");
+    assert!(tried.is_ok(), "the agent does not reconnect");
 }
 
 #[tokio::test]
-async fn a_runtime_that_goes_and_comes_back_costs_nothing() {
+async fn a_crash_of_the_runtime_changes_nothing() {
     let node = Node::with(&[pod("web")]).await;
     let before = node.until_ready("web").await;
     let changes = node.done(&CHANGES);
@@ -105,13 +105,13 @@ async fn a_runtime_that_goes_and_comes_back_costs_nothing() {
     crash(&node).await;
     node.cri.come_back();
     node.until_relisted().await;
-    assert!(!seen.has_changed().unwrap(), "somebody was told of a change");
+    assert!(!seen.has_changed().unwrap(), "the agent published a change");
     assert_eq!(view(&node.table(), "web").unwrap().0, before.0);
     assert_eq!(node.done(&CHANGES), changes, "{}", node.cri.transcript());
 }
 
 #[tokio::test]
-async fn what_was_wanted_while_the_runtime_was_away_is_done_when_it_is_back() {
+async fn changes_while_the_runtime_is_away_are_applied_when_it_is_back() {
     let node = Node::with(&[pod("web"), pod("old")]).await;
     node.until_ready("web").await;
     let old = node.until_ready("old").await;
@@ -119,7 +119,7 @@ async fn what_was_wanted_while_the_runtime_was_away_is_done_when_it_is_back() {
     node.apply(&pod("new"));
     node.remove("old");
     node.until_pod("new", "to be known", |pod| pod.phase() == "Pending").await;
-    node.until_pod("old", "to be told to end", View::terminating).await;
+    node.until_pod("old", "to be terminating", View::terminating).await;
     node.cri.come_back();
     node.until_ready("new").await;
     node.until_nothing_is_left(&old).await;
@@ -127,7 +127,7 @@ async fn what_was_wanted_while_the_runtime_was_away_is_done_when_it_is_back() {
 }
 
 #[tokio::test]
-async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
+async fn a_runtime_that_lost_its_state_gets_the_pods_again() {
     let node = Node::with(&[pod("web"), of_everything("all")]).await;
     node.until_ready("web").await;
     node.until_ready("all").await;
@@ -136,19 +136,19 @@ async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
     node.cri.forget();
     node.cri.add_image(IMAGE);
     node.cri.come_back();
-    node.until_pod("web", "to run anew", |pod| {
+    node.until_pod("web", "to run in a new sandbox", |pod| {
         let sandbox = node.cri.sandbox("web-n1").map(|sandbox| sandbox.id);
         sandbox.is_some_and(|id| id != before) && pod.ready()
     })
     .await;
-    node.until_pod("all", "to run anew", |pod| pod.restarts()["a"] == 1 && pod.ready()).await;
+    node.until_pod("all", "to run again", |pod| pod.restarts()["a"] == 1 && pod.ready()).await;
     // Restart counts never fall.
     assert_eq!(node.containers("web"), "main/1+");
     assert_eq!(node.containers("all"), "a/1+ b/1+ init/1- side/1+");
     assert_eq!(node.cri.world().sandboxes.len(), 2);
 }
 
-/// It may have done its work, or a half of it: nobody may do it a second time.
+/// The pod may have done its work completely or in part: the work must not be repeated.
 #[tokio::test]
 async fn a_pod_that_is_never_restarted_has_failed_when_the_runtime_lost_it() {
     let job = |name: &str| with(pod(name), "restartPolicy", "Never".into());
@@ -175,7 +175,7 @@ async fn a_pod_that_is_never_restarted_has_failed_when_the_runtime_lost_it() {
         assert_eq!((end.reason.as_deref(), end.exit_code), (Some("ContainerStatusUnknown"), 137), "{name}");
         assert_eq!(main.restart_count, 1, "{name}");
     }
-    // They stay so, for a new agent too, once that is written down.
+    // A new agent keeps the pods failed, too, once their records are written.
     let record = node.path("state/pods.json");
     let written = || match std::fs::read_to_string(&record).unwrap_or_default().matches("Unknown").count() {
         0 | 1 => Err("the records lack an end"),

@@ -1,4 +1,4 @@
-//! Dead containers that are collected, and what must not come of it.
+//! Tests of the garbage collection of dead containers, and of its side effects on pods.
 
 use beelet_cri::Runtime;
 use beelet_images::containers::{self, ContainerGc, ContainerGcRequest, Handle, Metrics, Parts};
@@ -12,7 +12,7 @@ use tonic::Code;
 
 use super::node::{Node, pod, with};
 
-/// A collector that leaves so many dead containers of each kind, and collects by itself as often as that.
+/// Garbage collector with a limit of dead containers, and a period of its own collections.
 struct Collector {
     gc: Handle,
     events: Recorder,
@@ -40,8 +40,8 @@ impl Collector {
         Collector { gc: handle, events, shutdown }
     }
 
-    /// One that waits to be asked.
-    fn asked(node: &Node, keep: i64) -> Collector {
+    /// Starts a collector that collects only on request.
+    fn on_request(node: &Node, keep: i64) -> Collector {
         Collector::start(node, keep, containers::PERIOD)
     }
 }
@@ -52,7 +52,7 @@ impl Drop for Collector {
     }
 }
 
-/// The pod's container has ended once, and runs again.
+/// Makes the pod's container exit once, and waits until it runs again.
 async fn restarted(node: &Node, name: &str) {
     let pod = node.until_ready(name).await;
     let id = node.cri.container(&pod.name(), "main").unwrap().id;
@@ -68,16 +68,16 @@ async fn a_pod_that_has_ended_stays_so_when_its_containers_are_collected() {
     let id = node.cri.container(&job.name(), "main").unwrap().id;
     node.cri.exit(&id, 0);
     let done = node.until_pod("job", "to have succeeded", |pod| pod.phase() == "Succeeded").await;
-    let collector = Collector::asked(&node, 1);
+    let collector = Collector::on_request(&node, 1);
     let gc = &collector.gc;
     let planned = gc.collect(ContainerGcRequest { terminated: true, dry_run: true }).await.unwrap();
     assert_eq!(planned.containers.len(), 1);
     assert_eq!(node.containers("job"), "main/0-", "a dry run removes nothing");
-    // The sandbox of the ended pod is stopped by its worker, and goes too.
+    // The sandbox of the ended pod is stopped by its worker, and removed too.
     let first = node.cri.calls().len();
     gc.collect(ContainerGcRequest { terminated: true, dry_run: false }).await.unwrap();
     assert_eq!(node.containers("job"), "");
-    assert_eq!(node.containers("web"), "main/0+", "what runs stays");
+    assert_eq!(node.containers("web"), "main/0+", "running containers stay");
     node.until_relisted().await;
     let started = || {
         node.cri
@@ -90,9 +90,9 @@ async fn a_pod_that_has_ended_stays_so_when_its_containers_are_collected() {
     assert_eq!(started(), 0, "{}", node.cri.transcript());
     let status =
         |pod: &super::node::View| pod.container("main").state.unwrap().terminated.map(|end| end.exit_code);
-    let still = node.until_pod("job", "to be there", |_| true).await;
+    let still = node.until_pod("job", "to exist", |_| true).await;
     assert_eq!((still.phase(), status(&still)), ("Succeeded".to_owned(), status(&done)));
-    // And over a restart of the agent.
+    // The same holds across a restart of the agent.
     node.kill_and_start().await;
     node.until_relisted().await;
     node.until_pod("job", "to have succeeded", |pod| pod.phase() == "Succeeded").await;
@@ -104,24 +104,24 @@ async fn a_pod_that_has_ended_stays_so_when_its_containers_are_collected() {
 }
 
 #[tokio::test]
-async fn of_a_running_pod_as_many_dead_containers_stay_as_the_policy_says() {
+async fn a_running_pod_keeps_as_many_dead_containers_as_configured() {
     let node = Node::with(&[pod("web")]).await;
     restarted(&node, "web").await;
     let all = ContainerGcRequest { terminated: true, dry_run: false };
-    let collected = Collector::asked(&node, 1).gc.collect(all).await.unwrap();
+    let collected = Collector::on_request(&node, 1).gc.collect(all).await.unwrap();
     assert_eq!((collected.containers.len(), collected.sandboxes.len()), (0, 0));
     assert_eq!(node.containers("web"), "main/0- main/1+");
-    let collected = Collector::asked(&node, 0).gc.collect(all).await.unwrap();
+    let collected = Collector::on_request(&node, 0).gc.collect(all).await.unwrap();
     assert_eq!((collected.containers.len(), collected.sandboxes.len()), (1, 0));
     assert_eq!(node.containers("web"), "main/1+");
 }
 
 #[tokio::test]
-async fn a_removal_that_fails_is_said_and_tried_again() {
+async fn a_failed_removal_is_reported_and_retried() {
     let node = Node::with(&[pod("web")]).await;
     restarted(&node, "web").await;
     node.cri.on(Op::RemoveContainer).always().fail(Code::Unknown, "the device is busy");
-    let asked = Collector::asked(&node, 0);
+    let asked = Collector::on_request(&node, 0);
     let collected = asked.gc.collect(ContainerGcRequest::default()).await.unwrap();
     assert_eq!(collected.containers, []);
     assert!(
@@ -129,7 +129,7 @@ async fn a_removal_that_fails_is_said_and_tried_again() {
         "{collected:?}"
     );
     assert_eq!(node.containers("web"), "main/0- main/1+");
-    // Who asked was told; what goes wrong with nobody there is an event.
+    // A requester gets the error in its response; the collector's own failures are events.
     assert!(asked.events.subscribe().borrow().all().is_empty());
     let by_itself = Collector::start(&node, 0, Duration::from_millis(20));
     let mut log = by_itself.events.subscribe();
@@ -138,12 +138,12 @@ async fn a_removal_that_fails_is_said_and_tried_again() {
     });
     tokio::time::timeout(PATIENCE, failed).await.unwrap().unwrap();
     node.cri.heal();
-    node.cri.wait_until("the dead container to go", |world| world.containers.len() == 1).await;
+    node.cri.wait_until("the dead container's removal", |world| world.containers.len() == 1).await;
     assert_eq!(node.containers("web"), "main/1+");
 }
 
 #[tokio::test]
-async fn no_more_than_eight_removals_are_under_way_at_a_time() {
+async fn at_most_eight_removals_run_at_a_time() {
     const PODS: usize = 12;
     let pods: Vec<_> =
         (0..PODS).map(|i| with(pod(&format!("job{i}")), "restartPolicy", json!("Never"))).collect();
@@ -154,7 +154,7 @@ async fn no_more_than_eight_removals_are_under_way_at_a_time() {
         node.until_pod(&format!("job{i}"), "to have succeeded", |pod| pod.phase() == "Succeeded").await;
     }
     let held = node.cri.on(Op::RemoveContainer).always().hold();
-    let collector = Collector::asked(&node, 1);
+    let collector = Collector::on_request(&node, 1);
     let gc = collector.gc.clone();
     let collecting =
         tokio::spawn(
@@ -167,10 +167,10 @@ async fn no_more_than_eight_removals_are_under_way_at_a_time() {
     held.reached().await;
     let deadline = tokio::time::Instant::now() + PATIENCE;
     while under_way() < 8 {
-        assert!(tokio::time::Instant::now() < deadline, "only {} removals are under way", under_way());
+        assert!(tokio::time::Instant::now() < deadline, "only {} removals are running", under_way());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    // Whatever else the runtime is asked meanwhile, no more removals come.
+    // During other calls to the runtime, no further removals start.
     node.until_relisted().await;
     node.until_relisted().await;
     assert_eq!(under_way(), 8);

@@ -1,4 +1,4 @@
-//! postStart and preStop hooks, and the one grace period that all of a pod's end shares.
+//! Tests of postStart and preStop hooks, and of the grace period that all steps of a pod's end share.
 
 use std::time::{Duration, Instant};
 
@@ -9,11 +9,12 @@ use tokio::net::TcpListener;
 
 use super::node::{Node, container, hooked, of_everything, pod, with};
 
-/// What was done to containers, in order: `+a` created, `!word` run in one, `-a/5` stopped with 5 seconds.
+/// Returns the operations on containers, in order: `+a` created, `!word` executed, `-a/5` stopped with 5
+/// seconds.
 fn story(node: &Node) -> Vec<String> {
     let world = node.cri.world();
     let name = |id: &str| {
-        world.containers.get(id).map_or_else(|| "gone".to_owned(), |container| container.name().to_owned())
+        world.containers.get(id).map_or_else(|| "removed".to_owned(), |container| container.name().to_owned())
     };
     let line = |call: &Call| match &call.asked {
         Asked::CreateContainer(request) => {
@@ -53,26 +54,26 @@ async fn a_post_start_hook_holds_the_later_containers_back_and_runs_once() {
 }
 
 #[tokio::test]
-async fn a_container_whose_post_start_hook_fails_is_stopped_and_tried_again() {
+async fn a_container_whose_post_start_hook_fails_is_stopped_and_retried() {
     let node = Node::with(&[]).await;
     node.cri.change(|world| world.exec_codes = [("a-start".to_owned(), 3)].into());
     node.apply(&hooked("web"));
     let failed = |pod: &super::node::View| pod.waits_for("a", "CrashLoopBackOff") && pod.running("b");
-    let pod = node.until_pod("web", "to back off beside the other", failed).await;
+    let pod = node.until_pod("web", "to back off while the other runs", failed).await;
     assert_eq!(pod.restarts()["a"], 1);
-    let told = node.events();
+    let events = node.events();
     let hook =
         "FailedPostStartHook: postStart hook failed: the command \"a-start\" exited with 3: it went wrong";
-    assert!(told.iter().any(|event| event == hook), "{told:#?}");
-    assert!(told.iter().any(|event| event == "Killing: Container a failed postStart hook"), "{told:#?}");
-    assert!(told.iter().any(|event| event.starts_with("BackOff: Back-off restarting failed container a")));
+    assert!(events.iter().any(|event| event == hook), "{events:#?}");
+    assert!(events.iter().any(|event| event == "Killing: Container a failed postStart hook"), "{events:#?}");
+    assert!(events.iter().any(|event| event.starts_with("BackOff: Back-off restarting failed container a")));
 }
 
-/// Answers in HTTP whatever it is asked, TLS too.
+/// Answers every request in HTTP, also TLS handshakes.
 async fn speak_http(listener: TcpListener) {
     while let Ok((mut stream, _)) = listener.accept().await {
         let mut asked = [0; 4096];
-        // A client that has heard enough closes the connection.
+        // The client may have closed the connection.
         let _ = stream.read(&mut asked).await;
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
         let _ = stream.shutdown().await;
@@ -80,7 +81,7 @@ async fn speak_http(listener: TcpListener) {
 }
 
 #[tokio::test]
-async fn a_hook_by_https_that_http_answers_is_told_and_counted() {
+async fn an_https_hook_with_an_http_answer_is_reported_and_counted() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let server = tokio::spawn(speak_http(listener));
@@ -92,8 +93,8 @@ async fn a_hook_by_https_that_http_answers_is_told_and_counted() {
     let wanted = format!(
         "LifecycleHTTPFallback: request to HTTPS lifecycle hook 127.0.0.1:{port} got HTTP response, retry with HTTP succeeded"
     );
-    let told = node.events();
-    assert!(told.contains(&wanted), "{told:#?}");
+    let events = node.events();
+    assert!(events.contains(&wanted), "{events:#?}");
     assert_eq!(node.metrics().downgraded_hooks.get(), 1);
     server.abort();
 }
@@ -137,12 +138,12 @@ async fn pre_stop_hooks_run_before_the_end_and_sidecars_outlive_the_others() {
         "{}",
         node.cri.transcript()
     );
-    // The runtime is told what is left of the seven seconds.
-    let told = calls.iter().filter_map(|call| match &call.asked {
+    // Each stop has the rest of the seven seconds.
+    let timeouts = calls.iter().filter_map(|call| match &call.asked {
         Asked::StopContainer(request) => Some(request.timeout),
         _ => None,
     });
-    assert!(told.clone().all(|seconds| (2..=7).contains(&seconds)), "{:?}", told.collect::<Vec<_>>());
+    assert!(timeouts.clone().all(|seconds| (2..=7).contains(&seconds)), "{:?}", timeouts.collect::<Vec<_>>());
 }
 
 #[tokio::test]
@@ -166,7 +167,7 @@ async fn several_sidecars_are_stopped_in_reverse_one_after_the_other() {
         };
         node.cri.calls().iter().filter_map(of).collect()
     };
-    // While the others still end no sidecar is told to.
+    // No sidecar is stopped before the other containers have ended.
     node.until_relisted().await;
     let mut first = stops();
     first.sort();
@@ -201,7 +202,7 @@ async fn a_pre_stop_hook_gets_the_grace_period_and_no_more() {
 }
 
 #[tokio::test]
-async fn a_pause_before_the_end_is_waited_out() {
+async fn a_sleep_hook_delays_the_stop() {
     let mut web = pod("web");
     web["spec"]["containers"][0]["lifecycle"] = json!({ "preStop": { "sleep": { "seconds": 2 } } });
     let node = Node::with(&[web]).await;
@@ -215,7 +216,7 @@ async fn a_pause_before_the_end_is_waited_out() {
 }
 
 #[tokio::test]
-async fn a_container_that_may_not_be_restarted_leaves_the_others_running() {
+async fn the_end_of_a_container_with_restart_policy_never_leaves_the_others_running() {
     let mut once = container("once");
     once["restartPolicy"] = json!("Never");
     let mut coded = container("coded");
@@ -227,27 +228,27 @@ async fn a_container_that_may_not_be_restarted_leaves_the_others_running() {
     let exit = |name: &str, code| node.cri.exit(&node.cri.container("web-n1", name).unwrap().id, code);
     exit("once", 1);
     exit("coded", 42);
-    node.until_pod("web", "to restart the one with a rule", |pod| {
+    node.until_pod("web", "to restart the container with a rule", |pod| {
         pod.restarts()["coded"] == 1 && pod.running("coded") && !pod.running("once")
     })
     .await;
     exit("coded", 7);
-    let pod = node.until_pod("web", "to let it be", |pod| !pod.running("coded")).await;
+    let pod = node.until_pod("web", "to leave the container stopped", |pod| !pod.running("coded")).await;
     assert_eq!((pod.phase().as_str(), pod.restarts()["once"]), ("Running", 0));
     node.until_relisted().await;
     assert_eq!(node.containers("web"), "coded/0- coded/1- main/0+ once/0-");
 }
 
 #[tokio::test]
-async fn what_is_done_to_a_pod_is_told() {
+async fn created_and_started_containers_have_events() {
     let node = Node::with(&[of_everything("web")]).await;
     node.until_ready("web").await;
-    let told = node.events();
+    let events = node.events();
     for name in ["init", "side", "a", "b"] {
         for expected in
             [format!("Created: Created container: {name}"), format!("Started: Started container {name}")]
         {
-            assert!(told.contains(&expected), "{expected} is missing in {told:#?}");
+            assert!(events.contains(&expected), "{expected} is missing in {events:#?}");
         }
     }
 }

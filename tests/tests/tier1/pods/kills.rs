@@ -1,5 +1,5 @@
-//! kill -9 anywhere: after every single call to the runtime, before it is done and after it was done but
-//! before the agent heard of it.
+//! Tests of kill -9 at every single call to the runtime: before the runtime executes the call, and after
+//! that but before the agent has the reply.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,42 +9,42 @@ use futures::stream::{self, StreamExt as _};
 
 use super::node::{Node, Settings, View, hooked};
 
-/// What has become of the call at which the agent is killed.
+/// State of the call at which the agent is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum At {
-    /// It came, and nothing was done.
+    /// The runtime has received the call, but not executed it.
     Asked,
-    /// It was done, and nobody heard the answer.
+    /// The runtime has executed the call, but not replied.
     Done,
 }
 
-/// Returns true if the agent is killed at a call of this kind: at all but the stream of events, which never
+/// Returns true if the agent is killed at this kind of call: every kind except the event stream, which never
 /// ends.
 fn counts(op: Op) -> bool {
     op != Op::GetContainerEvents
 }
 
-/// The calls that count, from number `first` on.
+/// Returns the calls for which [`counts`] is true, from number `first` on.
 fn counted(cri: &FakeCri, first: usize) -> Vec<Call> {
     cri.calls().into_iter().skip(first).filter(|call| counts(call.op())).collect()
 }
 
-/// Lets `n` calls through; the next one hangs as `at` says, and all later ones hang undone. Hands back where
-/// that one hangs first.
+/// Lets `n` calls through; the next one hangs in the state `at`, and all later ones hang before execution.
+/// Returns the holds, the one of the next call first.
 fn hold_from(cri: &FakeCri, n: usize, at: At) -> [Held; 2] {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&count);
     let later = cri.on_any().always();
     let later = later.when(move |asked| counts(asked.op()) && counter.load(Ordering::SeqCst) > n).hold();
-    let it = cri.on_any().always();
-    let it = it.when(move |asked| counts(asked.op()) && count.fetch_add(1, Ordering::SeqCst) == n);
-    [if at == At::Asked { it.hold() } else { it.hold_reply() }, later]
+    let next = cri.on_any().always();
+    let next = next.when(move |asked| counts(asked.op()) && count.fetch_add(1, Ordering::SeqCst) == n);
+    [if at == At::Asked { next.hold() } else { next.hold_reply() }, later]
 }
 
-/// Has the agent begin with something, and kills it at its `n`th call from there on.
+/// Runs `begin`, and kills the agent at its `n`th call after that.
 async fn kill_at(node: &mut Node, n: usize, at: At, begin: &impl AsyncFn(&mut Node)) {
     let held = hold_from(&node.cri, n, at);
-    // An agent that starts may never get further than to the call that hangs.
+    // A starting agent may never get past the hanging call.
     tokio::select! {
         () = held[0].reached() => {}
         () = begin(node) => held[0].reached().await,
@@ -54,21 +54,21 @@ async fn kill_at(node: &mut Node, n: usize, at: At, begin: &impl AsyncFn(&mut No
     assert!(calls.len() > n, "{n}: {calls:#?}");
     assert!(!calls[..n].iter().any(hangs) && calls[n..].iter().all(hangs), "{n}: {calls:#?}");
     node.kill().await;
-    // Else what hangs undone might be done when it is let go.
+    // Otherwise the runtime might execute a held call after its release.
     node.cri.until_idle().await;
     node.cri.heal();
     drop(held);
 }
 
-/// What the agent is to come to, wherever it is killed.
+/// Change of a node whose result must be the same after a kill at any call.
 struct Scenario<Before, Begin, Settled> {
-    /// Makes the node as it is before, and hands on what the end is compared with.
+    /// Creates the node, and returns the value with which `settled` compares the end.
     before: Before,
-    /// What sets it off.
+    /// Starts the change.
     begin: Begin,
-    /// Waits until all is as it should be, and checks it. The agent runs.
+    /// Waits for the expected state and checks it, while the agent runs.
     settled: Settled,
-    /// No fewer calls than this.
+    /// Minimum number of calls.
     calls: usize,
 }
 
@@ -78,7 +78,8 @@ where
     Begin: AsyncFn(&mut Node),
     Settled: AsyncFn(&Node, &T, &str),
 {
-    /// Runs it once undisturbed, and then once for each of the calls that it took, both ways, some at a time.
+    /// Runs the scenario once without a kill, and then once for each of its calls and each [`At`], several in
+    /// parallel.
     async fn check(self) {
         let (mut node, known) = (self.before)().await;
         let first = node.cri.calls().len();
@@ -100,7 +101,8 @@ where
     }
 }
 
-/// Nothing twice, nothing forgotten, nothing stopped, and no restart but those named.
+/// Asserts that the pod has one sandbox and exactly these containers, and that only the containers in
+/// `restarted` have restarted, once each.
 fn check_all(node: &Node, pod: &View, containers: &str, restarted: &[&str], case: &str) {
     let case = format!("{case}:\n{}", node.cri.transcript());
     assert_eq!(node.containers("web"), containers, "{case}");
@@ -110,7 +112,7 @@ fn check_all(node: &Node, pod: &View, containers: &str, restarted: &[&str], case
     }
 }
 
-/// A node whose pod is ready, and the pod.
+/// Returns a node with a ready pod, and the pod.
 async fn ready() -> (Node, View) {
     let node = Node::with(&[hooked("web")]).await;
     let pod = node.until_ready("web").await;
@@ -118,7 +120,7 @@ async fn ready() -> (Node, View) {
 }
 
 #[tokio::test]
-async fn a_pod_comes_up_the_same_wherever_the_agent_is_killed() {
+async fn a_pod_starts_once_wherever_the_agent_is_killed() {
     let before = async || {
         let node = Node::new(Settings::default());
         node.apply(&hooked("web"));
@@ -133,7 +135,7 @@ async fn a_pod_comes_up_the_same_wherever_the_agent_is_killed() {
 }
 
 #[tokio::test]
-async fn a_pod_goes_without_a_trace_wherever_the_agent_is_killed() {
+async fn a_pod_is_removed_completely_wherever_the_agent_is_killed() {
     let before = async || {
         let (mut node, pod) = ready().await;
         node.kill().await;

@@ -1,4 +1,5 @@
-//! What probes do to pods. They look at a port of this machine that the test opens and closes.
+//! Tests of the effects of probes on pods. Most probes check a port of this machine that the test opens and
+//! closes.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -14,7 +15,7 @@ use tokio::sync::watch;
 
 use super::node::{Node, View, container, pod, view, with};
 
-/// A port of this machine that nobody listens on, until the test does.
+/// Port of this machine that is closed until the test opens it.
 struct Port(u16);
 
 impl Port {
@@ -26,14 +27,14 @@ impl Port {
         TcpListener::bind(("127.0.0.1", self.0)).unwrap()
     }
 
-    /// A probe of it, once per second, that believes the first answer.
+    /// Returns a probe of the port, once per second, whose first answer counts.
     fn probe(&self) -> Value {
         let socket = json!({ "host": "127.0.0.1", "port": self.0 });
         json!({ "tcpSocket": socket, "periodSeconds": 1, "failureThreshold": 1 })
     }
 }
 
-/// A pod whose container has these probes.
+/// Returns a pod whose container has these probes.
 fn probed(probes: &[(&str, Value)]) -> Value {
     let mut main = container("main");
     for (kind, probe) in probes {
@@ -42,7 +43,7 @@ fn probed(probes: &[(&str, Value)]) -> Value {
     with(pod("web"), "containers", json!([main]))
 }
 
-/// The grace that containers were given to stop, in seconds.
+/// Returns the grace periods with which containers were stopped, in seconds.
 fn graces(cri: &FakeCri) -> Vec<i64> {
     let grace = |call: Call| match call.asked {
         Asked::StopContainer(request) => Some(request.timeout),
@@ -51,20 +52,20 @@ fn graces(cri: &FakeCri) -> Vec<i64> {
     cri.calls().into_iter().filter_map(grace).collect()
 }
 
-/// Watches the pod web until `looked` is there: in no published table may it be not ready.
+/// Asserts that the pod `web` is ready in every published table until `end` completes.
 async fn stays_ready_until(
     table: &mut watch::Receiver<Arc<PodTable>>,
-    looked: impl Future<Output = Call>,
+    end: impl Future<Output = Call>,
     otherwise: &str,
 ) {
-    tokio::pin!(looked);
+    tokio::pin!(end);
     loop {
         if let Some(pod) = view(&table.borrow_and_update(), "web") {
             assert!(pod.ready(), "{otherwise}");
         }
         tokio::select! {
             changed = table.changed() => changed.unwrap(),
-            _ = &mut looked => break,
+            _ = &mut end => break,
         }
     }
 }
@@ -89,7 +90,7 @@ async fn after_a_restart_of_the_agent_readiness_does_not_flip() {
     let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
     node.until_ready("web").await;
     let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
-    // The last record is on its way to the disk.
+    // The last record may not be written yet.
     beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
         if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet") }
     })
@@ -97,7 +98,7 @@ async fn after_a_restart_of_the_agent_readiness_does_not_flip() {
     node.kill_and_start().await;
     let mut table = node.watch();
     let first = node.cri.calls().len();
-    let looked = node.cri.wait_for_after("a second look", first, |_| true);
+    let looked = node.cri.wait_for_after("a second call", first, |_| true);
     stays_ready_until(&mut table, looked, "it flipped").await;
     node.until_relisted().await;
     assert!(view(&node.table(), "web").unwrap().ready());
@@ -119,7 +120,7 @@ async fn a_liveness_failure_restarts_with_the_probes_own_grace() {
 }
 
 #[tokio::test]
-async fn a_probes_own_grace_is_a_year_at_most() {
+async fn a_probes_own_grace_is_at_most_a_year() {
     let port = Port::free();
     let mut pod = super::assigned::assigned(super::assigned::UID);
     let mut probe = port.probe();
@@ -131,15 +132,15 @@ async fn a_probes_own_grace_is_a_year_at_most() {
 }
 
 #[tokio::test]
-async fn a_liveness_failure_without_a_grace_of_its_own_gets_the_pods() {
+async fn a_liveness_failure_without_its_own_grace_uses_the_pods() {
     let port = Port::free();
     let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
     node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
     assert_eq!(graces(&node.cri)[0], 7);
 }
 
-/// A pod that is on its way out while its StopContainer hangs: its liveness probe would fail now, and does
-/// not any more; readiness goes on saying what it finds.
+/// Checks a terminating pod while its StopContainer hangs: the liveness probe, which would fail, has stopped,
+/// and the readiness probe continues.
 async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
     let (ready, live) = (Port::free(), Port::free());
     let (readiness, liveness) = (ready.open(), live.open());
@@ -156,12 +157,12 @@ async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
     drop(liveness);
     drop(readiness);
     let is = |expected| move |pod: &View| pod.container("main").ready == expected;
-    // Three looks, a period between each: liveness, as often, would have failed.
-    node.until_pod("web", "to be found unready while it ends", is(false)).await;
+    // Three results, a period apart: in this time, the liveness probe would have failed.
+    node.until_pod("web", "to be unready while it ends", is(false)).await;
     let readiness = ready.open();
-    node.until_pod("web", "to be found ready while it ends", is(true)).await;
+    node.until_pod("web", "to be ready while it ends", is(true)).await;
     drop(readiness);
-    let pod = node.until_pod("web", "to be found unready again", is(false)).await;
+    let pod = node.until_pod("web", "to be unready again", is(false)).await;
     assert!(pod.running("main"), "{:?}", pod.0.pod.status);
     let events = node.events();
     let about = |kind: &str| events.iter().filter(|e| e.contains(&format!("Unhealthy: {kind}"))).count();
@@ -172,7 +173,7 @@ async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
     assert_eq!(liveness.result, ProbeResult::Success);
     assert_eq!(liveness.held.as_deref(), Some("the pod is terminating"));
     held.release();
-    // No probe is left of a pod that is gone, or has ended for good.
+    // A pod that was removed or has ended permanently has no probes.
     let gone = |table: &PodTable| view(table, "web").is_none_or(|pod| pod.phase() == "Failed").then_some(());
     node.until("the pod to have ended", gone).await;
     assert!(node.probes().await.is_empty(), "{:?}", node.probes().await);
@@ -180,12 +181,12 @@ async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
 }
 
 #[tokio::test]
-async fn liveness_stops_when_a_pod_is_deleted_and_readiness_goes_on() {
+async fn liveness_stops_when_a_pod_is_deleted_and_readiness_continues() {
     check_ending(async |node, _| node.remove("web")).await;
 }
 
 #[tokio::test]
-async fn liveness_stops_when_a_pod_is_evicted_and_readiness_goes_on() {
+async fn liveness_stops_when_a_pod_is_evicted_and_readiness_continues() {
     let evict = async |node: &Node, web: &View| {
         let request = Request::Fail {
             uid: web.uid(),
@@ -214,7 +215,7 @@ async fn a_pod_that_runs_again_after_an_eviction_is_probed_as_a_new_one() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_of_a_probes_annotations_is_an_event() {
+async fn an_invalid_probe_annotation_is_an_event() {
     let port = Port::free();
     let _listener = port.open();
     let mut pod = probed(&[("readiness", port.probe())]);
@@ -228,7 +229,7 @@ async fn what_cannot_be_read_of_a_probes_annotations_is_an_event() {
 }
 
 #[tokio::test]
-async fn a_probe_that_takes_a_process_per_look_looks_once_per_second_at_most() {
+async fn a_probe_that_starts_processes_runs_at_most_once_per_second() {
     let mut pod = probed(&[("readiness", json!({ "exec": { "command": ["true"] } }))]);
     pod["metadata"]["annotations"] =
         json!({ "probes.beelet.dev/main": "period=10ms timeout=50ms canary=10ms" });
@@ -239,8 +240,8 @@ async fn a_probe_that_takes_a_process_per_look_looks_once_per_second_at_most() {
     let problems = probe.problems.join("; ");
     assert!(problems.contains("period of 10 ms is only for tcpSocket probes"), "{problems}");
     assert!(problems.contains("\"canary=10ms\" is shorter than 1000 ms"), "{problems}");
-    let told = |event: &String| event.starts_with("ProbeWarning") && event.contains("once per second");
-    assert!(node.events().iter().any(told), "{:?}", node.events());
+    let warns = |event: &String| event.starts_with("ProbeWarning") && event.contains("once per second");
+    assert!(node.events().iter().any(warns), "{:?}", node.events());
 }
 
 #[tokio::test]
@@ -251,7 +252,7 @@ async fn a_redirect_to_another_host_is_a_success_with_a_warning() {
         for stream in listener.incoming() {
             let Ok(mut stream) = stream else { return };
             let mut request = [0; 4096];
-            // A probe that has given up is of no interest.
+            // The probe may already have timed out.
             let _ = stream.read(&mut request);
             let _ = stream.write_all(
                 b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere.invalid/\r\nContent-Length: 10\r\n\r\nover there",
@@ -268,7 +269,7 @@ async fn a_redirect_to_another_host_is_a_success_with_a_warning() {
 }
 
 #[tokio::test]
-async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_judged() {
+async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_restarted() {
     let (slow, live) = (Port::free(), Port::free());
     let mut startup = slow.probe();
     startup["failureThreshold"] = 1000.into();
@@ -276,14 +277,14 @@ async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_judge
     let node = Node::with(&[pod]).await;
     let pod = node.until_pod("web", "to run", |pod| pod.running("main")).await;
     assert_eq!((pod.container("main").started, pod.ready()), (Some(false), false));
-    // Liveness would have failed by the time that the relist has looked a few times.
+    // The liveness probe would have failed within a few relists.
     node.until_relisted().await;
     node.until_relisted().await;
     assert_eq!(graces(&node.cri), Vec::<i64>::new());
     let _started = slow.open();
     let pod = node.until_pod("web", "to have started", View::ready).await;
     assert_eq!(pod.container("main").started, Some(true));
-    // From now on it counts.
+    // From now on the liveness probe counts.
     node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
 }
 
@@ -312,14 +313,14 @@ async fn a_sidecars_startup_probe_holds_the_pods_containers_back() {
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+ side/0+");
     drop(listener);
-    // It has started once; a restart of the agent does not make it start again.
+    // The startup probe has succeeded once, and does not run again after a restart of the agent.
     node.kill_and_start().await;
     node.until_relisted().await;
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+ side/0+");
 }
 
-/// A probe by command, once per second, that believes the first answer.
+/// Returns an exec probe, once per second, whose first answer counts.
 fn command(word: &str) -> Value {
     json!({ "exec": { "command": [word, "$(WHAT)"] }, "periodSeconds": 1, "failureThreshold": 1 })
 }
@@ -341,7 +342,7 @@ async fn a_commands_exit_code_decides() {
     let asked = node.cri.wait_for("a probe", |call| matches!(&call.asked, Asked::ExecSync(_))).await;
     let Asked::ExecSync(request) = asked.asked else { panic!("{asked:?}") };
     assert_eq!(request.cmd, ["check", "all"]);
-    // A second, and the net below it.
+    // One second, and a safety margin.
     assert_eq!(request.timeout, 3);
     exits(&node, 0);
     node.until_ready("web").await;
@@ -351,7 +352,7 @@ async fn a_commands_exit_code_decides() {
 }
 
 #[tokio::test]
-async fn a_command_that_cannot_be_run_is_tried_three_times_and_counts_for_nothing() {
+async fn a_command_that_cannot_run_is_tried_three_times_and_does_not_count() {
     let node = Node::with(&[probed(&[("liveness", command("check"))])]).await;
     node.until_ready("web").await;
     node.cri.on(Op::ExecSync).times(6).fail(tonic::Code::Unknown, "no such file");
@@ -362,13 +363,13 @@ async fn a_command_that_cannot_be_run_is_tried_three_times_and_counts_for_nothin
             .count()
     };
     let from = node.cri.calls().len();
-    // Two looks of three tries each, and one that succeeds.
+    // Two probes with three attempts each, and one that succeeds.
     let fine = |call: &Call| matches!(call.asked, Asked::ExecSync(_)) && call.succeeded();
     while failed(&node.cri) < 6 {
-        node.cri.wait_for_after("a look", from, |call| matches!(call.asked, Asked::ExecSync(_))).await;
+        node.cri.wait_for_after("a probe", from, |call| matches!(call.asked, Asked::ExecSync(_))).await;
         tokio::task::yield_now().await;
     }
-    node.cri.wait_for_after("a look that succeeds", from, fine).await;
+    node.cri.wait_for_after("a successful probe", from, fine).await;
     assert_eq!(graces(&node.cri), Vec::<i64>::new(), "an error restarts nothing");
     assert_eq!(view(&node.table(), "web").unwrap().restarts()["main"], 0);
 }
@@ -380,17 +381,17 @@ async fn over_a_hundred_restarts_of_the_agent_readiness_never_flips() {
     let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
     node.until_ready("web").await;
     let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
-    // The last record is on its way to the disk.
+    // The last record may not be written yet.
     beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
         if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet".to_owned()) }
     })
     .unwrap();
     for round in 0..100 {
-        // Before it starts: it may have looked by the time that its table can be watched.
+        // The count is taken before the agent's start: the first calls may precede the watch of its table.
         let first = node.cri.calls().len();
         node.kill_and_start().await;
         let mut table = node.watch();
-        let looked = node.cri.wait_for_after("a look at the pod", first, |call| {
+        let looked = node.cri.wait_for_after("an inspection of the pod", first, |call| {
             matches!(call.asked, Asked::ContainerStatus(_))
         });
         stays_ready_until(&mut table, looked, &format!("it flipped in round {round}")).await;

@@ -1,4 +1,4 @@
-//! Pods whose manifests change in cpu and memory only: they go on running, and their cgroups follow.
+//! Tests of manifests that change only in cpu and memory: their pods run on, and their cgroups are updated.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub(crate) fn sized(cpu: &str, memory: &str) -> Value {
     pod
 }
 
-/// Where a runtime would have made the container's cgroup, made now, in both hierarchies.
+/// Creates the container's cgroup in both hierarchies, as a runtime would; returns its path.
 pub(crate) fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
     let id = node.cri.world().container("web-n1", "main").unwrap().id.clone();
     let of = |hierarchy: &str| node.path(&format!("cgroup/{hierarchy}/kubepods/burstable/pod{}", pod.uid()));
@@ -30,7 +30,7 @@ pub(crate) fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
     of("cpu").join(id)
 }
 
-/// The CPU shares and the memory limit that the runtime was asked to change a container to.
+/// Returns the CPU shares and the memory limits of all calls that update a container.
 fn updates(node: &Node) -> Vec<(i64, i64)> {
     let asked = node.cri.calls().into_iter().filter_map(|call| match call.asked {
         Asked::UpdateContainerResources(request) => request.linux,
@@ -59,16 +59,16 @@ async fn a_running_pod_is_resized_in_place() {
     let memory = pod_dir.to_string_lossy().replace("cgroup/cpu", "cgroup/memory");
     until_file(PathBuf::from(memory).join("memory.limit_in_bytes"), &(256 << 20).to_string()).await;
     assert_eq!(updates(&node).last(), Some(&(512, 256 << 20)), "{}", node.cri.transcript());
-    // The same container, never restarted.
+    // The container was never restarted.
     assert_eq!(node.containers("web"), "main/0+");
-    // And back: the first manifest is this pod as well.
+    // The first manifest is the same pod as well.
     node.apply(&sized("100m", "128Mi"));
     until_file(container.join("cpu.shares"), "102").await;
     assert_eq!(node.containers("web"), "main/0+");
 }
 
-/// The CPU that is in force in the pod's container and the CPU that it was given, as its status has them, and
-/// what is said of a resize.
+/// Returns the actual and the allocated CPU of the pod's container from its status, and the conditions about
+/// a resize.
 fn status(pod: &View) -> (String, String, Vec<String>) {
     let container = pod.container("main");
     let cpu = |list: Option<
@@ -77,7 +77,7 @@ fn status(pod: &View) -> (String, String, Vec<String>) {
         list.and_then(|mut list| list.remove("cpu")).map(|quantity| quantity.0).unwrap_or_default()
     };
     let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    let said = conditions.filter(|one| one.type_.starts_with("PodResize")).map(|one| {
+    let resizes = conditions.filter(|one| one.type_.starts_with("PodResize")).map(|one| {
         format!(
             "{} {}: {}",
             one.type_,
@@ -86,7 +86,7 @@ fn status(pod: &View) -> (String, String, Vec<String>) {
         )
     });
     let in_force = container.resources.and_then(|resources| resources.requests);
-    (cpu(in_force), cpu(container.allocated_resources), said.collect())
+    (cpu(in_force), cpu(container.allocated_resources), resizes.collect())
 }
 
 fn is_done(cpu: &str) -> impl Fn(&View) -> bool + '_ {
@@ -94,7 +94,7 @@ fn is_done(cpu: &str) -> impl Fn(&View) -> bool + '_ {
 }
 
 #[tokio::test]
-async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
+async fn a_resize_without_room_is_deferred_until_a_pod_is_removed() {
     let other = with(
         pod("other"),
         "containers",
@@ -106,12 +106,12 @@ async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
     node.until_ready("other").await;
     let old = node.until_ready("web").await;
     make_container_cgroup(&node, &old);
-    node.until_pod("web", "to say what it has", is_done("100m")).await;
+    node.until_pod("web", "to report its resources", is_done("100m")).await;
 
     node.apply(&sized("2", "128Mi"));
     let why = "Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
-    let said = format!("PodResizePending Deferred: {why}");
-    let waits = |pod: &View| status(pod).2 == [said.as_str()];
+    let condition = format!("PodResizePending Deferred: {why}");
+    let waits = |pod: &View| status(pod).2 == [condition.as_str()];
     let waiting = node.until_pod("web", "to wait for room", waits).await;
     assert_eq!((request(&waiting), status(&waiting).0), ("100m".to_owned(), "100m".to_owned()));
     let event = format!("ResizeDeferred: {why}; the pod keeps its own amounts of cpu and memory");
@@ -120,13 +120,13 @@ async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
     node.remove("other");
     let new = node.until_pod("web", "to be resized", is_done("2")).await;
     assert_eq!((new.uid(), node.containers("web").as_str()), (old.uid(), "main/0+"));
-    // More than the node has: no pod that goes makes room for it.
+    // The request exceeds the node, so no removal of a pod makes room for it.
     node.apply(&sized("5", "128Mi"));
     let never =
-        |pod: &View| status(pod).2.iter().any(|said| said.starts_with("PodResizePending Infeasible: "));
-    node.until_pod("web", "to be told that it never fits", never).await;
+        |pod: &View| status(pod).2.iter().any(|text| text.starts_with("PodResizePending Infeasible: "));
+    node.until_pod("web", "to have an infeasible resize", never).await;
     node.apply(&sized("2", "128Mi"));
-    node.until_pod("web", "to have what its manifest says", is_done("2")).await;
+    node.until_pod("web", "to have its manifest's resources", is_done("2")).await;
 }
 
 fn other(name: &str, cpu: &str, priority: Option<&str>) -> Value {
@@ -140,7 +140,7 @@ fn other(name: &str, cpu: &str, priority: Option<&str>) -> Value {
 }
 
 fn is_deferred(pod: &View) -> bool {
-    status(pod).2.iter().any(|said| said.starts_with("PodResizePending Deferred: "))
+    status(pod).2.iter().any(|text| text.starts_with("PodResizePending Deferred: "))
 }
 
 #[tokio::test]
@@ -151,15 +151,15 @@ async fn a_resize_that_waits_has_its_room_when_a_pod_ends_by_itself() {
     node.until_ready("grows").await;
     node.apply(&other("grows", "3", None));
     node.until_pod("grows", "to wait for room", is_deferred).await;
-    // Its manifest stays, and so does the pod, as one that has succeeded.
+    // The manifest stays, and the pod stays as Succeeded.
     node.cri.exit(&node.cri.container("batch-n1", "main").unwrap().id, 0);
     node.until_pod("grows", "to be resized", |pod| request(pod) == "3").await;
     assert_eq!(node.containers("grows"), "main/0+");
 }
 
 #[tokio::test]
-async fn of_two_resizes_that_wait_the_more_important_pod_has_its_turn_first_after_those_that_shrink() {
-    // Whatever their UIDs are: both orders.
+async fn of_two_deferred_resizes_the_more_important_pod_comes_first_after_those_that_shrink() {
+    // The order of the names must not matter.
     for (low, high) in [("a", "z"), ("z", "a")] {
         let critical = Some("system-node-critical");
         let pods = [other("room", "2", None), other(low, "1", None), other(high, "1", critical)];
@@ -171,28 +171,28 @@ async fn of_two_resizes_that_wait_the_more_important_pod_has_its_turn_first_afte
         node.until_pod(low, "to wait for room", is_deferred).await;
         node.apply(&other(high, "2", critical));
         node.until_pod(high, "to wait for room", is_deferred).await;
-        // Another pod becomes smaller: there is room for one of them.
+        // Another pod shrinks, which frees room for one of the resizes.
         node.apply(&other("room", "1", None));
         node.until_pod(high, "to be resized", |pod| request(pod) == "2").await;
-        let low = node.until_pod(low, "to wait on", is_deferred).await;
+        let low = node.until_pod(low, "to remain deferred", is_deferred).await;
         assert_eq!(request(&low), "1");
     }
 }
 
 #[tokio::test]
-async fn amounts_that_the_cgroups_refuse_are_not_called_in_force() {
+async fn amounts_that_the_cgroups_refuse_are_not_reported_as_actual() {
     let node = Node::with(&[sized("100m", "128Mi")]).await;
     let old = node.until_ready("web").await;
     let container = make_container_cgroup(&node, &old);
     until_file(container.join("cpu.shares"), "102").await;
-    // Nobody can write into a folder.
+    // A folder in the file's place cannot be written.
     std::fs::remove_file(container.join("cpu.shares")).unwrap();
     std::fs::create_dir(container.join("cpu.shares")).unwrap();
     node.apply(&sized("500m", "128Mi"));
     let stuck = |pod: &View| {
-        status(pod).2.iter().any(|said| said.starts_with("PodResizeInProgress Error: default/web-n1"))
+        status(pod).2.iter().any(|text| text.starts_with("PodResizeInProgress Error: default/web-n1"))
     };
-    let pod = node.until_pod("web", "to say why it is not resized", stuck).await;
+    let pod = node.until_pod("web", "to have the error of its resize", stuck).await;
     assert_eq!((status(&pod).0.as_str(), status(&pod).1.as_str()), ("100m", "500m"));
     std::fs::remove_dir(container.join("cpu.shares")).unwrap();
     std::fs::write(container.join("cpu.shares"), "102").unwrap();
@@ -201,7 +201,7 @@ async fn amounts_that_the_cgroups_refuse_are_not_called_in_force() {
 }
 
 #[tokio::test]
-async fn an_agent_that_was_away_resizes_what_it_finds() {
+async fn a_new_agent_resizes_running_pods() {
     let mut node = Node::with(&[sized("100m", "128Mi")]).await;
     let old = node.until_ready("web").await;
     let container = make_container_cgroup(&node, &old);
@@ -211,7 +211,7 @@ async fn an_agent_that_was_away_resizes_what_it_finds() {
     let new = node.until_pod("web", "to have the new request", is_done("300m")).await;
     assert_eq!((new.uid(), request(&new)), (old.uid(), "300m".to_owned()));
     until_file(container.join("cpu.shares"), "307").await;
-    // Killed again after it: still the same pod.
+    // The pod stays the same after another kill.
     node.kill_and_start().await;
     let again = node.until_pod("web", "to be ready", |pod| pod.ready() && request(pod) == "300m").await;
     assert_eq!(again.uid(), old.uid());
@@ -219,7 +219,7 @@ async fn an_agent_that_was_away_resizes_what_it_finds() {
 }
 
 #[tokio::test]
-async fn a_manifest_that_changes_in_more_is_another_pod() {
+async fn a_manifest_with_other_changes_is_another_pod() {
     let node = Node::with(&[sized("100m", "128Mi")]).await;
     let old = node.until_ready("web").await;
     node.apply(&with(sized("200m", "128Mi"), "hostname", "other".into()));
@@ -228,34 +228,35 @@ async fn a_manifest_that_changes_in_more_is_another_pod() {
 }
 
 #[tokio::test]
-async fn values_that_somebody_else_changed_are_set_right_again() {
+async fn foreign_changes_of_cgroup_values_are_reverted() {
     let node = Node::with(&[sized("100m", "128Mi")]).await;
     let pod = node.until_ready("web").await;
     let dir = node.path(&format!("cgroup/cpu/kubepods/burstable/pod{}", pod.uid()));
     until_file(dir.join("cpu.shares"), "102").await;
     until_file(node.path("cgroup/cpu/kubepods/burstable/cpu.shares"), "102").await;
-    // Before its first look at the pod the agent can't know that a value was another.
+    // Before its first comparison the agent cannot know a value's earlier state.
     node.until_cgroups_compared().await;
     let tampered =
         [(Level::Pod, dir.join("cpu.shares")), (Level::Node, node.path("cgroup/cpu/kubepods/cpu.shares"))];
     for (level, file) in tampered {
         let before = std::fs::read_to_string(&file).unwrap();
-        // At once, as the kernel takes a value: an agent that finds the file empty would set it right, too.
+        // The file is replaced atomically, as the kernel sets a value: the agent would also correct an empty
+        // file.
         let new = node.path("tampered");
         std::fs::write(&new, "5").unwrap();
         std::fs::rename(new, &file).unwrap();
         until_file(file, &before).await;
-        // Counted after it is written.
+        // The agent counts the correction after the write.
         node.until_drifted(level).await;
     }
     assert_eq!((node.drifted(Level::Pod), node.drifted(Level::Node)), (1, 1));
 }
 
 #[tokio::test]
-async fn a_container_whose_policy_asks_for_it_is_restarted_in_place_for_other_amounts() {
+async fn a_container_is_restarted_in_place_for_a_resize_if_its_policy_requires_it() {
     let sized = |cpu: &str, memory: &str| {
         let mut pod = sized(cpu, memory);
-        // Told to stop it ends well: that is no end of the pod.
+        // The stopped container exits with 0, which must not end the pod.
         pod["spec"]["restartPolicy"] = json!("OnFailure");
         pod["spec"]["containers"][0]["resizePolicy"] =
             json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
@@ -266,7 +267,7 @@ async fn a_container_whose_policy_asks_for_it_is_restarted_in_place_for_other_am
     node.cri.change(|world| world.stops_well = true);
     let container = make_container_cgroup(&node, &old);
     until_file(container.join("cpu.shares"), "102").await;
-    // CPU changes as it runs.
+    // CPU changes without a restart.
     node.apply(&sized("500m", "128Mi"));
     until_file(container.join("cpu.shares"), "512").await;
     assert_eq!(node.containers("web"), "main/0+");
@@ -279,12 +280,12 @@ async fn a_container_whose_policy_asks_for_it_is_restarted_in_place_for_other_am
     let limits = new.container("main").resources.unwrap().limits.unwrap();
     assert_eq!(limits["memory"].0, "256Mi");
     let event = "Killing: Container main resize requires restart";
-    assert!(node.events().iter().any(|said| said == event), "{:?}", node.events());
+    assert!(node.events().iter().any(|text| text == event), "{:?}", node.events());
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
 }
 
 #[tokio::test]
-async fn a_pod_has_resources_as_a_whole_that_change_in_place() {
+async fn pod_level_resources_change_in_place() {
     let shared = |cpu: &str| {
         let mut pod = pod("web");
         pod["spec"]["resources"] = json!({"limits": {"cpu": cpu, "memory": "256Mi"}});
@@ -302,7 +303,7 @@ async fn a_pod_has_resources_as_a_whole_that_change_in_place() {
     node.apply(&shared("700m"));
     until_file(folder.join("cpu.cfs_quota_us"), "70000").await;
     assert_eq!(node.containers("web"), "main/0+");
-    node.until_pod("web", "to say what is in force", |pod| {
+    node.until_pod("web", "to report its actual resources", |pod| {
         let status = pod.0.pod.status.as_ref().unwrap();
         let limit = status.resources.as_ref().unwrap().limits.as_ref().unwrap()["cpu"].0.clone();
         let conditions = status.conditions.iter().flatten();

@@ -1,4 +1,5 @@
-//! Volumes, ConfigMaps and Secrets, and what the runtime is told of them and of the rest of a pod's spec.
+//! Tests of volumes, ConfigMaps and Secrets, and of the CRI configuration for them and the rest of a pod's
+//! spec.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ fn config_map(value: &str) -> String {
         .to_string()
 }
 
-/// A pod that mounts the ConfigMap.
+/// Returns a pod that mounts the ConfigMap.
 fn with_conf(name: &str) -> Value {
     let mut main = container("main");
     main["volumeMounts"] = json!([{"name": "conf", "mountPath": "/conf"}]);
@@ -23,7 +24,7 @@ fn with_conf(name: &str) -> Value {
     with(pod, "volumes", json!([{"name": "conf", "configMap": {"name": "conf"}}]))
 }
 
-/// The newest configuration that a container was created with.
+/// Returns the newest configuration with which a container was created.
 fn created(node: &Node, name: &str) -> cri::ContainerConfig {
     node.cri.container(&format!("{name}-n1"), "main").unwrap().config
 }
@@ -32,7 +33,8 @@ fn mount(config: &cri::ContainerConfig, path: &str) -> cri::Mount {
     config.mounts.iter().find(|mount| mount.container_path == path).unwrap().clone()
 }
 
-/// A pod with what runtimes learned late: a part of an image, and a signal of its own.
+/// Returns a pod with features that only newer runtimes have: a sub-path of an image volume, and a stop
+/// signal.
 fn demanding() -> Value {
     let mut main = container("main");
     main["volumeMounts"] = json!([{"name": "art", "mountPath": "/art", "subPath": "themes/dark"}]);
@@ -44,7 +46,7 @@ fn demanding() -> Value {
 }
 
 #[tokio::test]
-async fn what_a_runtime_would_pass_over_in_silence_is_not_asked_of_it() {
+async fn fields_that_a_runtime_would_ignore_are_refused() {
     let runtime = |version: &str| ("containerd".to_owned(), version.to_owned());
     for (version, missing) in [("v2.1.9", "containerd 2.2"), ("v2.2.3", "containerd 2.3")] {
         let mut node = Node::new(Settings::default());
@@ -85,7 +87,7 @@ async fn a_config_map_is_mounted_and_kept_up_to_date_also_over_a_kill() {
     node.start().await;
     until_file(&file, "green").await;
     assert_eq!(node.until_ready("web").await.uid(), view.uid());
-    // What the pod needs is gone, and what it has stays.
+    // The ConfigMap is removed, and the pod's files stay.
     node.remove("conf");
     node.until_relisted().await;
     until_file(&file, "green").await;
@@ -94,7 +96,7 @@ async fn a_config_map_is_mounted_and_kept_up_to_date_also_over_a_kill() {
 }
 
 #[tokio::test]
-async fn a_volume_that_was_removed_under_a_running_pod_is_made_again_and_told() {
+async fn a_volume_removed_under_a_running_pod_is_restored_and_reported() {
     let mut node = Node::new(Settings::default());
     node.apply_text("conf", &config_map("red"));
     let mut web = with_conf("web");
@@ -105,18 +107,18 @@ async fn a_volume_that_was_removed_under_a_running_pod_is_made_again_and_told() 
     node.start().await;
     let uid = node.until_ready("web").await.uid();
     let file = PathBuf::from(mount(&created(&node, "web"), "/conf").host_path).join("color");
-    let told = |reason: &str| node.events().iter().filter(|event| event.starts_with(reason)).count();
-    assert_eq!((told("VolumeRestored: "), told("VolumeLost: ")), (0, 0), "{:#?}", node.events());
+    let count = |reason: &str| node.events().iter().filter(|event| event.starts_with(reason)).count();
+    assert_eq!((count("VolumeRestored: "), count("VolumeLost: ")), (0, 0), "{:#?}", node.events());
     std::fs::remove_dir_all(node.path("pods").join(&uid)).unwrap();
     until_file(&file, "red").await;
-    until_seen("both to be told", || match (told("VolumeRestored: "), told("VolumeLost: ")) {
+    until_seen("both events", || match (count("VolumeRestored: "), count("VolumeLost: ")) {
         (1, 1) => Ok(()),
         others => Err(format!("{others:?}")),
     })
     .await;
     assert!(node.path("pods").join(&uid).join("volumes/scratch").is_dir());
     assert_eq!(node.until_ready("web").await.restarts()["main"], 0);
-    // A pod that goes takes its volumes along, for good.
+    // The volumes of a removed pod are not restored.
     let web = node.until_ready("web").await;
     node.remove("web");
     node.until_nothing_is_left(&web).await;
@@ -148,9 +150,10 @@ async fn a_pod_starts_as_soon_as_its_config_map_is_there() {
     node.until_ready("web").await;
 }
 
-/// Each list is a walk over all that the runtime has: a thousand pods must not be listed for each ConfigMap.
+/// For each list call the runtime walks over all of its objects: a ConfigMap must not cause calls for a
+/// thousand pods.
 #[tokio::test]
-async fn a_running_pod_is_not_listed_for_what_others_need() {
+async fn a_running_pod_is_not_listed_for_another_pods_objects() {
     let mut node = Node::new(Settings::default());
     node.apply(&pod("other"));
     node.start().await;
@@ -175,7 +178,7 @@ async fn a_running_pod_is_not_listed_for_what_others_need() {
 }
 
 #[tokio::test]
-async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
+async fn a_new_key_ends_the_back_off_of_the_container_that_lacked_it() {
     const KEYS: [&str; 4] = ["one", "two", "three", "four"];
     let variable = |key: &str| {
         let from = json!({"configMapKeyRef": {"name": "conf", "key": key}});
@@ -192,8 +195,8 @@ async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
     node.apply_text("conf", &conf(&[]));
     node.apply(&with(pod("web"), "containers", json!([main])));
     node.start().await;
-    // Each change gives a try. By the pauses alone the last would come 80 s after the one before, which is
-    // longer than is waited here.
+    // Each change causes a new attempt. With the pauses alone the last attempt would follow 80 s after the
+    // one before, which is longer than the test's deadline.
     for (here, missing) in KEYS.iter().enumerate() {
         node.apply_text("conf", &conf(&KEYS[..here]));
         let lacks = |pod: &super::node::View| {
@@ -207,9 +210,10 @@ async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
     assert_eq!(created(&node, "web").envs.iter().filter(|variable| variable.value == b"here").count(), 4);
 }
 
-/// Sixteen bytes that are doubled 33 times are 128 GiB. Each pod says what is too long; others start.
+/// Sixteen bytes that are doubled 33 times are 128 GiB. Each pod's status names the text that is too long;
+/// other pods start.
 #[tokio::test]
-async fn text_that_grows_is_refused_with_the_variables_name_and_others_start() {
+async fn text_that_grows_is_refused_with_the_variables_name_and_other_pods_start() {
     let mut doubling = vec![json!({"name": "V0", "value": "0123456789abcdef"})];
     let next = |n: usize| json!({"name": format!("V{n}"), "value": format!("$(V{0})$(V{0})", n - 1)});
     doubling.extend((1..=33).map(next));
@@ -247,7 +251,7 @@ async fn text_that_grows_is_refused_with_the_variables_name_and_others_start() {
 
 /// A path of 1.4 MB in a manifest is 700,000 folders.
 #[tokio::test]
-async fn a_mount_point_of_two_thousand_levels_is_made_and_one_of_five_thousand_is_refused() {
+async fn a_mount_point_of_two_thousand_levels_works_and_one_of_five_thousand_is_refused() {
     let nested = |name: &str, levels: usize| {
         let mut main = container("main");
         let deep = format!("/conf{}", "/a".repeat(levels));
@@ -271,7 +275,7 @@ async fn a_mount_point_of_two_thousand_levels_is_made_and_one_of_five_thousand_i
 }
 
 #[tokio::test]
-async fn the_runtime_is_told_what_the_spec_says() {
+async fn the_cri_configuration_has_the_fields_of_the_spec() {
     let mut main = container("main");
     main["securityContext"] =
         json!({"allowPrivilegeEscalation": false, "runAsUser": 7, "capabilities": {"drop": ["ALL"]}});
@@ -299,7 +303,7 @@ async fn the_runtime_is_told_what_the_spec_says() {
     let linux = sandbox.config.linux.unwrap();
     assert_eq!(linux.sysctls["net.ipv4.tcp_syncookies"], "1");
     let config = created(&node, "web");
-    assert_eq!(config.envs[0].value, b"4", "what the node has");
+    assert_eq!(config.envs[0].value, b"4", "the node's CPUs");
     let context = config.linux.clone().unwrap().security_context.unwrap();
     assert!(context.no_new_privs);
     assert_eq!((context.run_as_user.unwrap().value, context.supplemental_groups), (7, vec![9]));
@@ -316,7 +320,7 @@ async fn the_runtime_is_told_what_the_spec_says() {
 }
 
 #[tokio::test]
-async fn unsafe_kernel_settings_make_no_pod() {
+async fn a_pod_with_unsafe_sysctls_is_rejected() {
     let context = json!({"sysctls": [{"name": "kernel.msgmax", "value": "1"}]});
     let node = Node::with(&[with(pod("web"), "securityContext", context)]).await;
     let message =
@@ -327,7 +331,7 @@ async fn unsafe_kernel_settings_make_no_pod() {
 }
 
 #[tokio::test]
-async fn last_words_are_told_of_a_container_that_was_restarted() {
+async fn a_restarted_container_reports_its_termination_message() {
     let node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let file = mount(&created(&node, "web"), "/dev/termination-log").host_path;
@@ -338,7 +342,7 @@ async fn last_words_are_told_of_a_container_that_was_restarted() {
     assert_eq!((last.exit_code, last.message.as_deref()), (3, Some("out of cheese")));
 }
 
-/// The folders of a pod's cgroup.
+/// Returns the folders of a pod's cgroup.
 fn cgroup_folders(node: &Node, uid: &str) -> Vec<PathBuf> {
     let is_cgroup =
         |path: &PathBuf| path.starts_with(node.path("cgroup")) && path.to_string_lossy().contains(uid);
@@ -346,7 +350,7 @@ fn cgroup_folders(node: &Node, uid: &str) -> Vec<PathBuf> {
 }
 
 #[tokio::test]
-async fn a_pod_that_ended_gives_back_its_volumes_and_its_cgroup_and_keeps_its_containers() {
+async fn an_ended_pod_releases_its_volumes_and_its_cgroup_and_keeps_its_containers() {
     let job = with(pod("job"), "restartPolicy", json!("Never"));
     let job = with(job, "volumes", json!([{"name": "scratch", "emptyDir": {}}]));
     let mut node = Node::with(&[job]).await;
@@ -356,26 +360,26 @@ async fn a_pod_that_ended_gives_back_its_volumes_and_its_cgroup_and_keeps_its_co
     assert!(folder.join("volumes/scratch").is_dir() && !cgroup_folders(&node, &view.uid()).is_empty());
     std::fs::write(words, "all done").unwrap();
     node.cri.exit(&node.cri.container("job-n1", "main").unwrap().id, 0);
-    let given_back = || {
+    let released = || {
         let left = cgroup_folders(&node, &view.uid());
         if folder.join("volumes").exists() || !left.is_empty() { Err(format!("{left:?}")) } else { Ok(()) }
     };
-    until_seen("what it had to be given back", given_back).await;
+    until_seen("the removal of its volumes and cgroup", released).await;
     let ended = |pod: &super::node::View| {
         let state = pod.container("main").state.and_then(|state| state.terminated);
         pod.phase() == "Succeeded" && state.is_some_and(|state| state.message.as_deref() == Some("all done"))
     };
     node.until_pod("job", "to have succeeded", ended).await;
-    // Nothing is made again by an agent that starts, and its last words can still be read.
+    // A new agent creates nothing again, and the termination message can still be read.
     node.kill_and_start().await;
     node.until_pod("job", "to have succeeded", ended).await;
     node.until_relisted().await;
     assert_eq!(node.containers("job"), "main/0-");
     assert!(!folder.join("volumes").exists() && cgroup_folders(&node, &view.uid()).is_empty());
-    // Nor when its containers are collected as garbage.
+    // The same holds after the garbage collection of its containers.
     let main = node.cri.container("job-n1", "main").unwrap().id;
     node.cri.change(|world| drop(world.containers.remove(&main)));
-    node.cri.wait_until("it to be gone", |world| containers(world, "job").is_empty()).await;
+    node.cri.wait_until("the container's removal", |world| containers(world, "job").is_empty()).await;
     node.until_relisted().await;
     assert_eq!(containers(&node.cri.world(), "job"), "");
     node.remove("job");
@@ -383,12 +387,12 @@ async fn a_pod_that_ended_gives_back_its_volumes_and_its_cgroup_and_keeps_its_co
 }
 
 #[tokio::test]
-async fn what_a_cancelled_start_still_makes_is_waited_for_before_the_pod_goes() {
+async fn a_cancelled_start_has_ended_before_its_pod_is_removed() {
     let uid = "0123456789abcdef0123456789abcdef";
     let mut web = pod("web");
     web["metadata"]["uid"] = json!(uid);
     let mut node = Node::new(Settings::default());
-    // Whoever reads it waits until somebody has written.
+    // Reading the FIFO blocks until a writer opens it.
     let hosts = node.path("pods").join(uid).join("etc-hosts");
     std::fs::create_dir(hosts.parent().unwrap()).unwrap();
     rustix::fs::mknodat(rustix::fs::CWD, &hosts, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -400,10 +404,10 @@ async fn what_a_cancelled_start_still_makes_is_waited_for_before_the_pod_goes() 
         rustix::fs::open(&hosts, flags, rustix::fs::Mode::empty()).map(|open| drop(writer.set(open)))
     })
     .await;
-    let view = node.until_pod("web", "to be here", |_| true).await;
+    let view = node.until_pod("web", "to exist", |_| true).await;
     node.remove("web");
     node.cri.wait_until("its sandbox to be removed", |world| world.sandboxes.is_empty()).await;
-    // Now the start goes on, and makes the file anew.
+    // The start continues, and creates the file again.
     std::fs::remove_file(&hosts).unwrap();
     drop(writer);
     node.until_gone("web").await;
@@ -412,7 +416,7 @@ async fn what_a_cancelled_start_still_makes_is_waited_for_before_the_pod_goes() 
 }
 
 #[tokio::test]
-async fn folders_of_pods_that_nobody_knows_go_and_all_others_stay() {
+async fn folders_of_unknown_pods_are_removed_and_all_others_stay() {
     let mut node = Node::new(Settings::default());
     let of = |name: &str| node.path("pods").join(name);
     let orphan = of("00000000000000000000000000000bad");
@@ -425,13 +429,13 @@ async fn folders_of_pods_that_nobody_knows_go_and_all_others_stay() {
     node.start().await;
     let view = node.until_ready("web").await;
     let gone = |path: &Path| if path.exists() { Err(path.display().to_string()) } else { Ok(()) };
-    until_seen("the folder to go", || gone(&orphan)).await;
+    until_seen("the folder's removal", || gone(&orphan)).await;
     assert!(others.iter().all(|path| path.join("volumes/x/file").exists()));
     assert!(node.path("pods").join(view.uid()).join("volumes/scratch").is_dir());
 }
 
 #[tokio::test]
-async fn without_a_folder_of_manifests_they_go_too_and_what_runs_is_left_alone() {
+async fn without_a_manifest_folder_orphans_are_removed_too_and_running_pods_stay() {
     let mut node =
         Node::with(&[with(pod("web"), "volumes", json!([{"name": "scratch", "emptyDir": {}}]))]).await;
     let view = node.until_ready("web").await;
@@ -440,9 +444,9 @@ async fn without_a_folder_of_manifests_they_go_too_and_what_runs_is_left_alone()
     let orphan = node.path("pods/00000000000000000000000000000bad");
     std::fs::create_dir_all(orphan.join("volumes/x")).unwrap();
     node.start().await;
-    let gone = || if orphan.exists() { Err("it is there") } else { Ok(()) };
-    until_seen("the folder to go", gone).await;
-    // The look that found this one has seen the pod's folder too.
+    let gone = || if orphan.exists() { Err("the folder still exists") } else { Ok(()) };
+    until_seen("the folder's removal", gone).await;
+    // The scan that found this folder has seen the pod's folder too.
     assert!(node.path("pods").join(view.uid()).join("volumes/scratch").is_dir());
     assert_eq!(node.cri.world().sandboxes.len(), 1);
     assert!(node.cri.sandbox("web-n1").is_some());

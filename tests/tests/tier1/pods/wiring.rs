@@ -33,7 +33,7 @@ async fn a_node_short_of_memory_evicts_a_pod_which_runs_again_once_there_is_enou
     node.set_memory_available(SHORT);
     node.until_pod("web", "to be evicted", is_evicted).await;
     assert!(conditions(&node).contains(&("MemoryPressure".to_owned(), "True".to_owned())));
-    node.until_pod("web", "to have given everything back", |pod| pod.0.cleared).await;
+    node.until_pod("web", "to have released everything", |pod| pod.0.cleared).await;
     assert_eq!(node.containers("web"), "");
     node.set_memory_available(ENOUGH);
     node.until_ready("web").await;
