@@ -1,4 +1,4 @@
-//! Room on the node: who gets it, who waits, who goes for a critical pod.
+//! Tests of admission: refusals for lack of room, later admission, preemption for a critical pod.
 
 use beelet_tests::cri::{Asked, Op};
 use serde_json::{Value, json};
@@ -36,10 +36,10 @@ async fn a_pod_without_room_fails_with_the_reason_and_runs_once_there_is_room() 
             "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000"
         )
     );
-    // Nobody has to ask again.
+    // The refused pod runs without another request.
     node.remove("a");
     node.until_ready("b").await;
-    // An agent that was started anew knows of the refusal, too.
+    // A new agent keeps the refusal.
     node.apply(&wanting("c", "4"));
     node.until_pod("c", "to be refused", failed_with("OutOfcpu")).await;
     let record = node.path("state/pods.json");
@@ -49,14 +49,14 @@ async fn a_pod_without_room_fails_with_the_reason_and_runs_once_there_is_room() 
     };
     beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
     node.kill_and_start().await;
-    node.until_pod("c", "to be refused once more", failed_with("OutOfcpu")).await;
+    node.until_pod("c", "to be refused again", failed_with("OutOfcpu")).await;
     node.until_ready("b").await;
     node.remove("b");
     node.until_ready("c").await;
 }
 
 #[tokio::test]
-async fn a_new_pod_waits_for_the_room_of_one_that_is_being_removed() {
+async fn a_new_pod_waits_for_the_room_of_a_pod_that_is_being_removed() {
     let node = Node::with(&[wanting("a", "3")]).await;
     node.until_ready("a").await;
     let held = node.cri.on(Op::StopContainer).hold();
@@ -71,10 +71,10 @@ async fn a_new_pod_waits_for_the_room_of_one_that_is_being_removed() {
 }
 
 #[tokio::test]
-async fn what_ran_before_a_restart_runs_on_though_it_would_not_be_let_in_now() {
+async fn running_pods_survive_a_restart_that_would_not_admit_them_now() {
     let mut node = Node::with(&[wanting("a", "3")]).await;
     node.until_ready("a").await;
-    // The new one comes while the agent is away, and sorts before the old one.
+    // The new pod is added while the agent is away, and sorts before the old one.
     node.kill().await;
     for name in ["0", "1", "2"] {
         node.apply(&wanting(name, "3"));
@@ -88,13 +88,13 @@ async fn what_ran_before_a_restart_runs_on_though_it_would_not_be_let_in_now() {
 }
 
 #[tokio::test]
-async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_nobody() {
+async fn a_critical_pod_preempts_others_and_a_victim_that_hangs_delays_no_other() {
     let node =
         Node::with(&[wanting("a", "1"), wanting("b", "1"), wanting("c", "1"), wanting("d", "1")]).await;
     for name in ["a", "b", "c", "d"] {
         node.until_ready(name).await;
     }
-    // Whoever is stopped first hangs.
+    // The stop of the first victim hangs.
     let held = node.cri.on(Op::StopContainer).hold();
     node.apply(&critical("crit", "2"));
     held.reached().await;
@@ -104,13 +104,16 @@ async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_
         let names: Vec<&str> = ["a", "b", "c", "d"].iter().filter(failed).copied().collect();
         (!names.is_empty()).then_some(names)
     };
-    // The other victim is gone while the first still hangs.
-    let first = node.until("a victim to be gone", gone).await;
+    // The other victim ends while the first still hangs.
+    let first = node.until("a preempted victim", gone).await;
     assert_eq!(first.len(), 1);
-    let victim = node.until_pod(first[0], "to say why", |_| true).await;
+    let victim = node.until_pod(first[0], "to exist", |_| true).await;
     let message = victim.0.pod.status.as_ref().unwrap().message.clone();
     assert_eq!(message.as_deref(), Some("Preempted in order to admit critical pod"));
-    assert!(!node.cri.world().sandboxes.values().any(|s| s.pod_name() == "crit-n1"), "there is no room yet");
+    assert!(
+        !node.cri.world().sandboxes.values().any(|s| s.pod_name() == "crit-n1"),
+        "the critical pod has no room yet"
+    );
     held.release();
     node.until_ready("crit").await;
     let stops = node
@@ -127,14 +130,14 @@ async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_
 }
 
 #[tokio::test]
-async fn a_critical_pod_that_was_refused_runs_once_there_is_room_for_it() {
+async fn a_refused_critical_pod_runs_once_it_has_room() {
     let node = Node::with(&[critical("one", "3")]).await;
     node.until_ready("one").await;
     node.apply(&critical("two", "3"));
     node.until_pod("two", "to be refused", failed_with("UnexpectedAdmissionError")).await;
     node.remove("one");
     node.until_ready("two").await;
-    // Room that it may have others make for it is room, too.
+    // Room that preemption can free counts, too.
     node.apply(&critical("three", "3"));
     node.until_pod("three", "to be refused", failed_with("UnexpectedAdmissionError")).await;
     node.remove("two");
@@ -158,7 +161,7 @@ async fn a_pod_whose_port_was_taken_runs_once_the_port_is_free() {
 }
 
 #[tokio::test]
-async fn a_pod_that_waits_for_room_may_ask_for_less_and_runs_at_once() {
+async fn a_waiting_pod_that_requests_less_runs_at_once() {
     let node = Node::with(&[wanting("a", "3")]).await;
     node.until_ready("a").await;
     let held = node.cri.on(Op::StopContainer).hold();
@@ -175,7 +178,7 @@ async fn a_pod_that_waits_for_room_may_ask_for_less_and_runs_at_once() {
 }
 
 #[tokio::test]
-async fn a_critical_pod_costs_nobody_anything_where_it_cannot_be_let_in_anyway() {
+async fn a_critical_pod_that_cannot_be_admitted_preempts_no_pod() {
     let node = Node::with(&[wanting("a", "1")]).await;
     node.until_ready("a").await;
     node.apply(&critical("crit", "5"));

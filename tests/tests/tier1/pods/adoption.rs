@@ -1,4 +1,4 @@
-//! What an agent makes of pods that were there before it.
+//! Tests of the adoption of pods that ran before the agent.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use beelet_tests::cri::{Asked, CHANGES, Op};
 use super::node::{Node, Settings, of_everything, pod, until_seen, with};
 
 #[tokio::test]
-async fn a_pod_comes_up_in_the_right_order() {
+async fn a_pod_starts_in_the_right_order() {
     let mut node = Node::new(Settings::default());
     node.apply(&of_everything("web"));
     node.start().await;
@@ -45,14 +45,14 @@ async fn a_pod_comes_up_in_the_right_order() {
     assert_eq!(done, expected);
     assert_eq!(pod.phase(), "Running");
     assert!(pod.restarts().values().all(|count| *count == 0), "{:?}", pod.restarts());
-    // Its own cgroup is where the runtime was told to put it.
+    // The pod's cgroup is at the path that the runtime got.
     let parent = node.cri.sandbox("web-n1").unwrap().config.linux.unwrap().cgroup_parent;
     assert_eq!(parent, format!("/kubepods/besteffort/pod{}", pod.uid()));
     assert!(node.path(&format!("cgroup/cpu{parent}")).is_dir());
 }
 
 #[tokio::test]
-async fn an_agent_that_was_killed_adopts_what_runs_and_touches_nothing() {
+async fn a_killed_agent_adopts_running_pods_without_changes() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 1);
@@ -64,7 +64,7 @@ async fn an_agent_that_was_killed_adopts_what_runs_and_touches_nothing() {
     node.start().await;
     let mut seen = node.watch();
     let first = node.until_pod("web", "to be known", |_| true).await;
-    assert!(first.ready(), "its readiness flipped");
+    assert!(first.ready(), "the pod's readiness flipped");
     node.until_relisted().await;
     let after = node.until_ready("web").await;
     assert_eq!(after.0.pod.status, before.0.pod.status);
@@ -96,11 +96,11 @@ async fn a_node_that_was_rebooted_gets_its_pods_in_new_sandboxes() {
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     assert_eq!(pod.container("main").last_state.unwrap().terminated.unwrap().exit_code, 255);
     assert_eq!(node.cri.sandbox("web-n1").unwrap().config.metadata.unwrap().attempt, 1);
-    // The old sandbox holds the container that is `lastState`; no other is left.
+    // Only the old sandbox, with the container of `lastState`, and the new one are left.
     node.cri.wait_until("no third sandbox", |world| world.sandboxes.len() <= 2).await;
 }
 
-/// A sandbox of somebody else's, or of ours from another time.
+/// Adds a sandbox of another client, or an orphaned one of the agent's.
 fn sandbox(node: &Node, name: &str, ours: bool) -> String {
     let uid = format!("{name}-uid");
     let mut all = vec![
@@ -155,14 +155,14 @@ fn sandbox(node: &Node, name: &str, ours: bool) -> String {
 }
 
 #[tokio::test]
-async fn what_is_not_labelled_ours_is_never_touched_and_an_orphan_of_ours_goes_gracefully() {
+async fn foreign_sandboxes_are_never_touched_and_orphans_end_gracefully() {
     let mut node = Node::new(Settings::default());
     let foreign = sandbox(&node, "foreign", false);
     let orphan = sandbox(&node, "orphan", true);
     node.apply(&pod("web"));
     node.start().await;
     node.until_ready("web").await;
-    node.cri.wait_until("the orphan to be gone", |world| !world.sandboxes.contains_key(&orphan)).await;
+    node.cri.wait_until("the orphan's removal", |world| !world.sandboxes.contains_key(&orphan)).await;
     node.until_relisted().await;
     let calls = node.cri.calls();
     let grace: BTreeSet<i64> = calls
@@ -175,7 +175,7 @@ async fn what_is_not_labelled_ours_is_never_touched_and_an_orphan_of_ours_goes_g
         })
         .collect();
     assert_eq!(grace, BTreeSet::from([11]));
-    // Neither its name nor that of anything in it was ever said.
+    // No call contains the name of the foreign sandbox or its container.
     assert!(
         calls.iter().all(|call| !format!("{:?}", call.asked).contains("foreign")),
         "{}",
@@ -199,11 +199,11 @@ async fn a_pod_whose_manifest_cannot_be_read_at_the_start_is_left_alone() {
     node.until_relisted().await;
     assert_eq!(node.containers("web"), "main/0+");
     assert_eq!(node.cri.count(Op::StopContainer), 0);
-    // Mended, it is the same pod again.
+    // With the repaired manifest it is the same pod again.
     node.apply(&pod("web"));
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+");
-    // And one that says something else replaces it.
+    // A different manifest replaces the pod.
     node.kill().await;
     node.apply_text("web", "{");
     node.start().await;
@@ -212,12 +212,12 @@ async fn a_pod_whose_manifest_cannot_be_read_at_the_start_is_left_alone() {
     let is_new = |pod: &super::node::View| {
         pod.0.pod.spec.as_ref().unwrap().termination_grace_period_seconds == Some(3) && pod.ready()
     };
-    node.until_pod("web", "to be what it says now", is_new).await;
+    node.until_pod("web", "to match the new manifest", is_new).await;
     assert_eq!(node.cri.world().sandboxes.values().filter(|s| s.pod_name() == "web-n1").count(), 1);
 }
 
 #[tokio::test]
-async fn told_to_stop_the_agent_leaves_its_pods() {
+async fn a_stopped_agent_leaves_its_pods_running() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.stop().await;
@@ -226,7 +226,7 @@ async fn told_to_stop_the_agent_leaves_its_pods() {
 }
 
 #[tokio::test]
-async fn told_to_take_its_pods_along_the_agent_ends_after_them() {
+async fn with_stop_pods_on_exit_the_agent_ends_after_its_pods() {
     let settings = Settings { stop_pods_on_exit: true, ..Settings::default() };
     let mut node = Node::with_settings(settings, &[pod("web"), of_everything("all")]).await;
     let web = node.until_ready("web").await;
@@ -238,11 +238,11 @@ async fn told_to_take_its_pods_along_the_agent_ends_after_them() {
 }
 
 #[tokio::test]
-async fn the_table_is_complete_once_all_that_runs_was_looked_at_and_not_before() {
+async fn the_table_is_complete_only_after_all_running_pods_were_inspected() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.kill().await;
-    // Of what runs nothing is remembered.
+    // The new agent has no records of running pods.
     std::fs::remove_dir_all(node.path("state")).unwrap();
     let held = node.cri.on(Op::PodSandboxStatus).hold();
     node.start().await;

@@ -1,4 +1,5 @@
-//! Pods from an API server that goes wrong as it is told: run, reported, deleted, mirrored, whatever it does.
+//! Tests of pods from an API server that fails on demand: started, reported, deleted and mirrored despite
+//! its faults.
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ const POD: &str = "/api/v1/namespaces/default/pods/api-n1";
 const PODS: &str = "/api/v1/pods";
 const STATUS: &str = "/api/v1/namespaces/*/pods/*/status";
 
-/// A node, an API server, and what connects them.
+/// Node with an API server, and the tasks that connect them.
 struct Cluster {
     node: Node,
     api: FakeApi,
@@ -76,7 +77,7 @@ impl Cluster {
         Cluster { node, api, stop, working, _identity: identity, _object: object }
     }
 
-    /// Waits until the API server's pod is as wanted.
+    /// Waits until `wanted` accepts the API server's pod.
     async fn until(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         self.api.wait_until(what, |api| api.get(POD).filter(&wanted)).await
     }
@@ -87,7 +88,7 @@ impl Cluster {
     }
 }
 
-/// A pod as somebody applied it and the scheduler bound it.
+/// Returns a pod that the scheduler has bound to the node.
 fn bound() -> Value {
     let mut pod = pod("api-n1");
     pod["metadata"]["namespace"] = json!("default");
@@ -111,33 +112,33 @@ fn restarts(pod: &Value) -> i64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_i64().unwrap_or_default()
 }
 
-/// Has the container end, and start again.
+/// Makes the container exit; the agent restarts it.
 fn end_container(node: &Node) {
     let id = node.cri.container("api-n1", "main").unwrap().id;
     node.cri.exit(&id, 1);
 }
 
 #[tokio::test]
-async fn a_pod_is_run_reported_and_deleted_once_nothing_is_left_of_it() {
+async fn a_pod_is_run_reported_and_deleted_after_its_removal() {
     let cluster = Cluster::start(with_pod(), &[]).await;
     let ready = cluster.until("the pod to be ready", is_ready).await;
     assert_eq!(ready["status"]["phase"], "Running");
     let writes = cluster.api.count(Verb::Patch, STATUS);
     assert!(writes <= 4, "{}", cluster.api.transcript());
     cluster.api.delete(POD);
-    cluster.api.wait_until("the pod to be gone", |api| api.get(POD).is_none().then_some(())).await;
+    cluster.api.wait_until("the pod's deletion", |api| api.get(POD).is_none().then_some(())).await;
     assert_eq!(cluster.node.containers("api"), "");
     let deletion = cluster.api.wait_for("its deletion", |asked| asked.is(Verb::Delete, POD)).await;
     assert_eq!(deletion.body["preconditions"]["uid"], ready["metadata"]["uid"]);
     assert_eq!(deletion.body["gracePeriodSeconds"], 0);
-    // The last status was written before.
+    // The last status was written before the deletion.
     let last = cluster.api.asked().into_iter().rfind(|asked| asked.verb == Verb::Patch).unwrap();
     assert_eq!(last.body["status"]["phase"], "Failed", "{}", cluster.api.transcript());
     cluster.stop().await;
 }
 
 #[tokio::test]
-async fn what_happened_while_the_api_server_was_away_arrives_when_it_is_back() {
+async fn changes_while_the_api_server_is_away_arrive_when_it_is_back() {
     let cluster = Cluster::start(with_pod(), &[]).await;
     cluster.until("the pod to be ready", is_ready).await;
     cluster.api.crash();
@@ -146,14 +147,14 @@ async fn what_happened_while_the_api_server_was_away_arrives_when_it_is_back() {
     let first = cluster.api.asked().len();
     cluster.api.come_back();
     cluster.until("the restart", |pod| restarts(pod) == 1 && is_ready(pod)).await;
-    // What was between is nobody's business any more.
+    // Only the latest status is written, not the ones between.
     let writes = cluster.api.asked()[first..].iter().filter(|asked| asked.verb == Verb::Patch).count();
     assert_eq!(writes, 1, "{}", cluster.api.transcript());
     cluster.stop().await;
 }
 
 #[tokio::test]
-async fn an_api_server_that_refuses_or_loses_answers_has_the_status_in_the_end() {
+async fn a_status_arrives_despite_refusals_and_lost_replies() {
     let api = with_pod();
     api.on(Verb::Patch, STATUS).times(2).refuse(500, "etcd is away");
     api.on(Verb::Patch, STATUS).throttle(1);
@@ -165,7 +166,7 @@ async fn an_api_server_that_refuses_or_loses_answers_has_the_status_in_the_end()
 }
 
 #[tokio::test]
-async fn a_list_that_is_empty_by_mistake_stops_nothing() {
+async fn a_list_that_is_empty_by_mistake_stops_no_pod() {
     let cluster = Cluster::start(with_pod(), &[]).await;
     cluster.until("the pod to be ready", is_ready).await;
     let first = cluster.api.asked().len();
@@ -176,7 +177,7 @@ async fn a_list_that_is_empty_by_mistake_stops_nothing() {
         .api
         .wait_for_after("a new watch", first, |asked| asked.is(Verb::Watch, PODS) && asked.succeeded())
         .await;
-    // The watch is the first thing that a list which was believed leads to.
+    // The agent watches only after a list that it accepts.
     end_container(&cluster.node);
     cluster.until("the restart", |pod| restarts(pod) == 1 && is_ready(pod)).await;
     assert_eq!(cluster.node.done(&[Op::StopContainer]), 0, "{}", cluster.api.transcript());
@@ -185,7 +186,7 @@ async fn a_list_that_is_empty_by_mistake_stops_nothing() {
 }
 
 #[tokio::test]
-async fn a_watch_goes_on_after_noise_and_bookmarks_of_the_past() {
+async fn a_watch_continues_after_noise_and_bookmarks_of_the_past() {
     let cluster = Cluster::start(with_pod(), &[]).await;
     cluster.until("the pod to be ready", is_ready).await;
     let past = json!({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}});
@@ -193,13 +194,13 @@ async fn a_watch_goes_on_after_noise_and_bookmarks_of_the_past() {
     cluster.api.say(PODS, "{\"type\": \"MODIF");
     cluster.api.break_watches(PODS);
     cluster.api.delete(POD);
-    cluster.api.wait_until("the pod to be gone", |api| api.get(POD).is_none().then_some(())).await;
+    cluster.api.wait_until("the pod's deletion", |api| api.get(POD).is_none().then_some(())).await;
     assert_eq!(cluster.api.count(Verb::List, PODS), 1, "{}", cluster.api.transcript());
     cluster.stop().await;
 }
 
 #[tokio::test]
-async fn a_static_pod_has_a_mirror_that_is_made_again_and_goes_with_it() {
+async fn a_static_pods_mirror_is_restored_and_is_deleted_with_the_pod() {
     const MIRROR: &str = "/api/v1/namespaces/default/pods/web-n1";
     let mut web = pod("web");
     web["metadata"]["labels"] = json!({"tier": "a"});
@@ -213,12 +214,12 @@ async fn a_static_pod_has_a_mirror_that_is_made_again_and_goes_with_it() {
     cluster.api.wait_until("another mirror", again).await;
     assert_eq!(cluster.node.containers("web"), "main/0+");
     cluster.node.remove("web");
-    cluster.api.wait_until("the mirror to be gone", |api| api.get(MIRROR).is_none().then_some(())).await;
+    cluster.api.wait_until("the mirror's deletion", |api| api.get(MIRROR).is_none().then_some(())).await;
     cluster.stop().await;
 }
 
 #[tokio::test]
-async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
+async fn a_pod_waits_for_its_config_map_and_gets_its_changes() {
     const MAP: &str = "/api/v1/namespaces/default/configmaps/m";
     let api = FakeApi::start();
     let mut pod = bound();
@@ -226,18 +227,18 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
     pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "v", "mountPath": "/etc/app"}]);
     let uid = api.put(POD, pod)["metadata"]["uid"].as_str().unwrap().to_owned();
     let cluster = Cluster::start(api, &[]).await;
-    let told = |event: &String| {
+    let failed = |event: &String| {
         event.starts_with("FailedMount")
             && event.contains("SetUp failed for volume \"v\" : configmap \"m\" not found")
     };
-    until_seen("the event", || cluster.node.events().iter().any(told).then_some(()).ok_or("none")).await;
+    until_seen("the event", || cluster.node.events().iter().any(failed).then_some(()).ok_or("not yet")).await;
     cluster.api.put(MAP, json!({"data": {"a": "1"}}));
     cluster.until("the pod to be ready", is_ready).await;
     let file = cluster.node.path(&format!("pods/{uid}/volumes/v/a"));
     until_file(&file, "1").await;
     cluster.api.put(MAP, json!({"data": {"a": "2"}}));
     until_file(&file, "2").await;
-    // One request has told all of it.
+    // One watch delivers all changes.
     let asked = |verb| cluster.api.count(verb, "/api/v1/namespaces/default/configmaps");
     assert_eq!((asked(Verb::Watch), asked(Verb::List)), (1, 0), "{}", cluster.api.transcript());
     cluster.stop().await;
@@ -264,7 +265,7 @@ async fn a_pod_stays_ready_in_the_api_while_a_container_is_replaced() {
 
 /// The API server's authorizer learns of a pod later than the node; a server may have KEP-3157 turned off.
 #[tokio::test]
-async fn a_config_map_is_read_in_spite_of_a_refusal_and_without_streamed_lists() {
+async fn a_config_map_is_read_despite_a_refusal_and_without_streamed_lists() {
     const MAPS: &str = "/api/v1/namespaces/default/configmaps";
     let api = FakeApi::start();
     api.put(&format!("{MAPS}/m"), json!({"data": {"a": "1"}}));
@@ -285,7 +286,7 @@ async fn a_config_map_is_read_in_spite_of_a_refusal_and_without_streamed_lists()
 }
 
 #[tokio::test]
-async fn a_pod_waits_until_the_services_are_told_and_has_their_variables() {
+async fn a_pod_waits_for_the_list_of_services_and_has_their_variables() {
     let api = FakeApi::start();
     api.put(
         "/api/v1/namespaces/default/services/db",
@@ -295,7 +296,7 @@ async fn a_pod_waits_until_the_services_are_told_and_has_their_variables() {
     let held = api.on(Verb::List, "/api/v1/services").hold();
     let cluster = Cluster::start(api, &[]).await;
     held.reached().await;
-    cluster.until("the pod to be taken", |pod| pod["status"]["phase"] == "Pending").await;
+    cluster.until("the pod to be accepted", |pod| pod["status"]["phase"] == "Pending").await;
     assert_eq!(cluster.node.cri.count(Op::CreateContainer), 0);
     drop(held);
     cluster.until("the pod to be ready", is_ready).await;
@@ -306,7 +307,7 @@ async fn a_pod_waits_until_the_services_are_told_and_has_their_variables() {
 }
 
 #[tokio::test]
-async fn a_pod_that_asks_for_another_node_is_refused_with_the_reason() {
+async fn a_pod_that_selects_another_node_is_refused_with_the_reason() {
     let api = FakeApi::start();
     let mut pod = bound();
     pod["spec"]["nodeSelector"] = json!({"zone": "a"});

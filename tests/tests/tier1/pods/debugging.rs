@@ -1,4 +1,4 @@
-//! `beelet debug`: ephemeral containers of static pods, which live as long as their pod.
+//! Test of `beelet debug`: ephemeral containers of static pods, which live as long as their pod.
 
 use beelet_client::Client;
 use beelet_proto::{beelet as proto, cri::NamespaceMode};
@@ -46,20 +46,20 @@ async fn a_debugger_is_added_to_a_running_pod_and_stays_with_it() {
     let options = config.linux.unwrap().security_context.unwrap().namespace_options.unwrap();
     assert_eq!(options.pid(), NamespaceMode::Target);
     assert_eq!(options.target_id, node.cri.container("web-n1", "main").unwrap().id);
-    // Another agent knows it, and does not start it again once it has ended.
+    // A new agent knows the debugger, and does not restart it after its end.
     node.kill_and_start().await;
-    node.until_pod("web", "to be seen again", runs).await;
+    node.until_pod("web", "to be known again", runs).await;
     node.cri.exit(&node.cri.container("web-n1", "debugger").unwrap().id, 3);
     let ended = |pod: &View| {
         debugger(pod).and_then(|state| state.terminated).is_some_and(|ended| ended.exit_code == 3)
     };
-    assert!(node.until_pod("web", "to have done with it", ended).await.ready());
+    assert!(node.until_pod("web", "to have an ended debugger", ended).await.ready());
     assert_eq!(ask(&node, "").await.unwrap().container, "debugger-2");
-    node.until_pod("web", "to have another", |_| {
+    node.until_pod("web", "to have another debugger", |_| {
         node.containers("web") == "debugger-2/0+ debugger/0- main/0+"
     })
     .await;
-    // Another pod of the name has none of them.
+    // Another pod of the same name has no debugger.
     node.apply(&with(pod("web"), "terminationGracePeriodSeconds", json!(1)));
     node.until_pod("web", "to be another", |pod| pod.uid() != before.uid() && pod.ready()).await;
     assert_eq!(node.containers("web"), "main/0+");

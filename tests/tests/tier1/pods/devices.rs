@@ -115,7 +115,7 @@ fn until_recorded(node: &Node, word: &str) {
     let record = node.path("state/pods.json");
     let written = || {
         let text = std::fs::read_to_string(&record).unwrap_or_default();
-        if text.contains(word) { Ok(()) } else { Err("the record lacks it") }
+        if text.contains(word) { Ok(()) } else { Err("the record lacks the word") }
     };
     workdir::wait_for("the record", PATIENCE, written).unwrap();
 }
@@ -167,7 +167,7 @@ async fn a_container_gets_what_its_plugin_says() {
 }
 
 #[tokio::test]
-async fn a_plugins_preference_and_health_are_heeded() {
+async fn a_plugins_preference_and_health_are_respected() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--preferred", "--devices", "a b c"]);
     until_capacity(&node, 3, 3).await;
@@ -183,7 +183,7 @@ async fn a_plugins_preference_and_health_are_heeded() {
 }
 
 #[tokio::test]
-async fn a_pod_without_enough_devices_is_refused_and_runs_when_there_are() {
+async fn a_pod_without_enough_devices_is_refused_and_runs_later() {
     let node = node(300, &[]).await;
     let _plugin = plugin(&node, &["--devices", "a b"]);
     until_capacity(&node, 2, 2).await;
@@ -204,7 +204,7 @@ async fn a_pod_without_enough_devices_is_refused_and_runs_when_there_are() {
 }
 
 #[tokio::test]
-async fn a_refused_pod_is_asked_for_again_after_a_restart() {
+async fn a_refused_pod_is_admitted_or_refused_again_after_a_restart() {
     let mut node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--devices", "a b"]);
     until_capacity(&node, 2, 2).await;
@@ -232,7 +232,7 @@ async fn a_refused_pod_is_asked_for_again_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_fails_ends_the_pod_and_everything_is_given_back() {
+async fn a_plugin_that_fails_ends_the_pod_and_all_devices_are_released() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--devices", "a b"]);
     until_capacity(&node, 2, 2).await;
@@ -252,7 +252,7 @@ async fn a_plugin_that_fails_ends_the_pod_and_everything_is_given_back() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_does_not_let_a_container_start_is_asked_again() {
+async fn a_failed_pre_start_call_is_retried() {
     let node = node(300, &[]).await;
     let mut plugin = plugin(&node, &["--pre-start"]);
     until_capacity(&node, 2, 2).await;
@@ -265,7 +265,7 @@ async fn a_plugin_that_does_not_let_a_container_start_is_asked_again() {
 }
 
 #[tokio::test]
-async fn what_only_an_init_container_needs_is_free_again_when_it_has_ended() {
+async fn devices_of_an_init_container_are_free_after_its_end() {
     let node = node(300, &[]).await;
     let _plugin = plugin(&node, &["--devices", "a b c"]);
     until_capacity(&node, 3, 3).await;
@@ -274,7 +274,7 @@ async fn what_only_an_init_container_needs_is_free_again_when_it_has_ended() {
     let web = node.until_ready("web").await;
     let released = || match held(&node, &web).len() {
         1 => Ok(()),
-        count => Err(format!("the pod holds {count}")),
+        count => Err(format!("the pod holds {count} devices")),
     };
     workdir::wait_for("the release", PATIENCE, released).unwrap();
     node.apply(&pod_wanting("other", 2));
@@ -283,7 +283,7 @@ async fn what_only_an_init_container_needs_is_free_again_when_it_has_ended() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_is_killed_and_upgraded_takes_nothing_from_anybody() {
+async fn a_kill_and_upgrade_of_a_plugin_affects_no_pod() {
     let node = node(300, &[]).await;
     let old = plugin(&node, &["--devices", "a b"]);
     until_capacity(&node, 2, 2).await;
@@ -316,7 +316,7 @@ async fn a_plugin_that_is_killed_and_upgraded_takes_nothing_from_anybody() {
 }
 
 #[tokio::test]
-async fn a_plugin_is_found_in_the_registry_and_gone_with_its_socket() {
+async fn a_plugin_is_found_in_the_registry_and_removed_with_its_socket() {
     let node = node(300, &[]).await;
     let registry = node.path("kubelet/plugins_registry");
     let there = || if registry.exists() { Ok(()) } else { Err("the registry is missing") };
@@ -330,7 +330,7 @@ async fn a_plugin_is_found_in_the_registry_and_gone_with_its_socket() {
 }
 
 #[tokio::test]
-async fn sockets_in_the_registry_that_say_nothing_keep_nobody_waiting() {
+async fn silent_sockets_in_the_registry_delay_no_plugin() {
     let node = node(300, &[]).await;
     let registry = node.path("kubelet/plugins_registry");
     let there = || if registry.exists() { Ok(()) } else { Err("the registry is missing") };
@@ -346,7 +346,7 @@ async fn sockets_in_the_registry_that_say_nothing_keep_nobody_waiting() {
 }
 
 #[tokio::test]
-async fn running_pods_keep_their_devices_over_a_restart_whatever_the_plugin_does() {
+async fn running_pods_keep_their_devices_over_a_restart_without_the_plugin() {
     let mut node = node(300, &[]).await;
     let plugin = plugin(&node, &["--devices", "a b", "--deaf"]);
     until_capacity(&node, 2, 2).await;
@@ -389,8 +389,7 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     }
     until_capacity(&node, 2, 2).await;
     assert_eq!(node.devices().waiting().len(), 2);
-    // The dead sandbox is stopped once, for the next one's sake, not each time that the worker inspects the
-    // pod.
+    // The dead sandbox is stopped once, before its successor, not at each inspection by the worker.
     node.until_relisted().await;
     assert_eq!(node.done(&[Op::StopPodSandbox]), 0);
     let _late = plugin(&node, &["--devices", "a b"]);
@@ -411,7 +410,7 @@ async fn after_a_reboot_of_a_full_node_an_init_container_has_its_pods_devices_ag
     let web = node.until_ready("web").await;
     let holders = || match node.devices().held_by(&web.uid()).len() {
         1 => Ok(()),
-        count => Err(format!("{count} containers hold it")),
+        count => Err(format!("{count} containers hold the device")),
     };
     workdir::wait_for("the init container's release", PATIENCE, holders).unwrap();
     node.kill().await;
@@ -428,7 +427,7 @@ async fn after_a_reboot_of_a_full_node_an_init_container_has_its_pods_devices_ag
 }
 
 #[tokio::test]
-async fn a_pod_that_ends_by_itself_frees_devices_for_one_that_was_refused() {
+async fn a_pod_that_ends_by_itself_frees_devices_for_a_refused_pod() {
     let node = node(300, &[]).await;
     let _plugin = plugin(&node, &["--devices", "a"]);
     until_capacity(&node, 1, 1).await;
@@ -441,7 +440,7 @@ async fn a_pod_that_ends_by_itself_frees_devices_for_one_that_was_refused() {
 }
 
 #[tokio::test]
-async fn a_pod_does_not_wait_for_ever_and_runs_when_the_plugin_comes_after_all() {
+async fn a_pods_wait_for_its_plugin_ends_and_the_pod_runs_when_the_plugin_registers_later() {
     let mut node = node(300, &[]).await;
     let first = plugin(&node, &["--deaf"]);
     until_capacity(&node, 2, 2).await;
@@ -459,7 +458,7 @@ async fn a_pod_does_not_wait_for_ever_and_runs_when_the_plugin_comes_after_all()
 }
 
 #[tokio::test]
-async fn a_pod_that_is_there_before_its_plugin_ever_was_waits_too() {
+async fn a_pod_waits_for_a_plugin_that_never_registered_before() {
     let node = node(300, &[pod_wanting("web", 1)]).await;
     let waiting = node.until_pod("web", "to wait", |pod| waits_for(pod, "WaitingForDevices")).await;
     assert!(waiting.waiting("main").unwrap().1.contains("has not registered yet"));
@@ -488,11 +487,11 @@ async fn a_damaged_checkpoint_is_set_aside_and_rebuilt_from_the_containers() {
         let moved: Vec<String> = set_aside(&node).difference(&earlier).cloned().collect();
         assert_eq!(moved.len(), 1, "{damage:?}: {moved:?}");
         let events = node.events();
-        let told = |reason: &str, words: &str| {
+        let has = |reason: &str, words: &str| {
             events.iter().any(|event| event.starts_with(reason) && event.contains(words))
         };
-        assert!(told("DeviceCheckpointCorrupt: ", &moved[0]), "{damage:?}: {events:?}");
-        assert!(told("DeviceCheckpointRebuilt: ", "devices of 1 pods"), "{damage:?}: {events:?}");
+        assert!(has("DeviceCheckpointCorrupt: ", &moved[0]), "{damage:?}: {events:?}");
+        assert!(has("DeviceCheckpointRebuilt: ", "devices of 1 pods"), "{damage:?}: {events:?}");
     }
     node.apply(&pod_wanting("other", 1));
     node.until_ready("other").await;
@@ -501,7 +500,7 @@ async fn a_damaged_checkpoint_is_set_aside_and_rebuilt_from_the_containers() {
 }
 
 #[tokio::test]
-async fn plugins_that_misbehave_hurt_only_themselves() {
+async fn plugins_that_misbehave_affect_only_themselves() {
     let node = node(300, &[]).await;
     let mut many = plugin(&node, &["--resource", "example.com/many", "--socket", "many.sock"]);
     let mut good = plugin(&node, &["--devices", "a b"]);
@@ -528,7 +527,7 @@ async fn plugins_that_misbehave_hurt_only_themselves() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
+async fn a_plugin_that_hangs_delays_only_pods_that_request_its_devices() {
     const OTHER: &str = "example.com/other";
     let mut node = node(300, &[]).await;
     let mut hangs = plugin(&node, &["--devices", "a b c"]);
@@ -547,7 +546,7 @@ async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
         node.until_ready(name).await;
         other.hear("allocated").unwrap();
     }
-    let stuck = node.until_pod("stuck", "to be there", |_| true).await;
+    let stuck = node.until_pod("stuck", "to exist", |_| true).await;
     assert_eq!(stuck.phase(), "Pending");
     assert!(node.cri.sandbox("stuck-n1").is_none() && node.cri.sandbox("behind-n1").is_none());
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Ephemeral containers, which an API server adds to pods that run.
+//! Tests of ephemeral containers, which an API server adds to running pods.
 
 use beelet_proto::cri::NamespaceMode;
 use beelet_tests::cri::{Asked, Op};
@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use super::assigned::{UID, assigned, desired, node_with};
 use super::node::{Node, View};
 
-/// A pod as it is once somebody wants to look at it from inside.
-fn looked_at(mut pod: Value) -> Value {
+/// Adds an ephemeral container to a pod.
+fn with_debugger(mut pod: Value) -> Value {
     pod["spec"]["ephemeralContainers"] =
         json!([{"name": "debug", "image": super::node::IMAGE, "targetContainerName": "main", "stdin": true}]);
     pod
@@ -24,7 +24,7 @@ fn debugger(pod: &View) -> Option<k8s_openapi::api::core::v1::ContainerState> {
     all.iter().find(|one| one.name == "debug")?.state.clone()
 }
 
-/// Ends a container of the pod, as its process would.
+/// Makes a container of the pod exit.
 fn end(node: &Node, container: &str, code: i32) {
     node.cri.exit(&node.cri.container("api-n1", container).unwrap().id, code);
 }
@@ -35,10 +35,10 @@ async fn until_it_runs(node: &Node) -> View {
 }
 
 #[tokio::test]
-async fn an_ephemeral_container_starts_in_a_running_pod_beside_its_target() {
+async fn an_ephemeral_container_starts_in_a_running_pod_with_its_target() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     let before = node.until_ready("api").await;
-    source.send_replace(desired(&[looked_at(assigned(UID))]));
+    source.send_replace(desired(&[with_debugger(assigned(UID))]));
     let pod = until_it_runs(&node).await;
     assert!(pod.ready());
     assert_eq!(node.containers("api"), "debug/0+ main/0+");
@@ -61,7 +61,7 @@ async fn an_ephemeral_container_starts_in_a_running_pod_beside_its_target() {
 async fn an_ephemeral_container_that_ended_is_not_started_again_even_by_another_agent() {
     let (mut node, source) = node_with(&[assigned(UID)]).await;
     node.until_ready("api").await;
-    source.send_replace(desired(&[looked_at(assigned(UID))]));
+    source.send_replace(desired(&[with_debugger(assigned(UID))]));
     until_it_runs(&node).await;
     node.kill_and_start().await;
     until_it_runs(&node).await;
@@ -69,19 +69,19 @@ async fn an_ephemeral_container_that_ended_is_not_started_again_even_by_another_
     end(&node, "debug", 3);
     let ended =
         |pod: &View| debugger(pod).and_then(|state| state.terminated).is_some_and(|end| end.exit_code == 3);
-    let pod = node.until_pod("api", "to have done with its debugger", ended).await;
+    let pod = node.until_pod("api", "to have an ended debugger", ended).await;
     assert!(pod.ready());
     node.kill_and_start().await;
-    node.until_pod("api", "to be seen again", ended).await;
+    node.until_pod("api", "to be known again", ended).await;
     node.until_relisted().await;
     assert_eq!((node.containers("api").as_str(), node.done(&[Op::CreateContainer])), ("debug/0- main/0+", 2));
 }
 
 #[tokio::test]
-async fn a_pod_ends_with_its_own_containers_whatever_its_ephemeral_ones_do() {
+async fn a_pod_ends_with_its_own_containers_despite_running_ephemeral_ones() {
     let (node, source) = node_with(&[once(assigned(UID))]).await;
     node.until_ready("api").await;
-    source.send_replace(desired(&[once(looked_at(assigned(UID)))]));
+    source.send_replace(desired(&[once(with_debugger(assigned(UID)))]));
     until_it_runs(&node).await;
     end(&node, "main", 0);
     let over = |pod: &View| {

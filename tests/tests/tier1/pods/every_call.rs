@@ -1,7 +1,6 @@
 //! Each call to the runtime in a pod's life, with each of its faults: the call fails, is slow, hangs, loses
 //! its reply, breaks the connection, or fails again and again. The agent must not repeat completed work or
 //! leave work undone.
-//! undone.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -300,7 +299,7 @@ async fn rotate(op: Op, fault: Fault) -> Node {
 }
 
 #[tokio::test]
-async fn a_log_that_the_runtime_does_not_open_anew_gets_its_name_back() {
+async fn a_log_that_the_runtime_does_not_reopen_gets_its_name_back() {
     let node = Node::with_settings(settings(), &[pod("web")]).await;
     node.until_ready("web").await;
     let log = PathBuf::from(node.cri.container("web-n1", "main").unwrap().log_path);
@@ -359,7 +358,7 @@ async fn check_all(ways: &[Way]) {
 }
 
 #[test]
-fn every_call_is_tried_here_or_elsewhere_or_never_made() {
+fn every_call_is_tested_here_or_elsewhere_or_never_made() {
     for op in Op::ALL {
         let made = MADE.iter().filter(|(made, ways)| made == op && !ways.is_empty()).count();
         let others = ELSEWHERE.iter().chain(NEVER).filter(|(other, _)| other == op).count();
@@ -384,21 +383,21 @@ async fn an_agent_that_starts_asks_again() {
 }
 
 #[tokio::test]
-async fn a_pod_comes_up_whatever_goes_wrong() {
+async fn a_pod_starts_despite_every_fault() {
     check_all(&[Up, Hook]).await;
 }
 
 #[tokio::test]
-async fn a_pod_goes_whatever_goes_wrong() {
+async fn a_pod_is_removed_despite_every_fault() {
     check_all(&[Down]).await;
 }
 
 #[tokio::test]
-async fn a_pod_without_a_manifest_goes_whatever_goes_wrong() {
+async fn a_pod_without_a_manifest_is_removed_despite_every_fault() {
     check_all(&[Orphan]).await;
 }
 
 #[tokio::test]
-async fn a_pod_that_runs_is_kept_whatever_goes_wrong() {
+async fn a_running_pod_is_kept_despite_every_fault() {
     check_all(&[Resize, Rotate, Stream]).await;
 }

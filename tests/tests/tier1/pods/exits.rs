@@ -1,5 +1,5 @@
-//! How a container's end becomes known: by the kernel's word, by the runtime's events, by relist; and that
-//! whatever says it, and how often, it is acted on once.
+//! Tests of the sources that report a container's end (the kernel, the runtime's events, relists): the agent
+//! acts once, for any combination and number of reports.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn main_of(node: &Node, pod: &str) -> Container {
     node.cri.container(&format!("{pod}-n1"), "main").unwrap()
 }
 
-/// Lets no relist through any more.
+/// Holds all further relists.
 async fn without_relist(node: &Node) -> Held {
     let held = node.cri.on(Op::ListContainers).when(is_relist).always().hold();
     held.reached().await;
@@ -41,23 +41,23 @@ async fn until_restarted(node: &Node, count: i32) -> View {
     node.until_pod("web", &format!("restart {count}"), restarted).await
 }
 
-/// Returns true if the runtime was asked about this container.
+/// Returns a predicate for status calls about this container.
 fn asks_about(id: String) -> impl Fn(&beelet_tests::cri::Call) -> bool {
     move |call| matches!(&call.asked, Asked::ContainerStatus(request) if request.container_id == id)
 }
 
 #[tokio::test]
-async fn the_kernels_word_starts_a_wait_for_the_runtimes_and_only_that_restarts() {
+async fn a_kernel_report_starts_a_wait_for_the_runtime_which_alone_causes_a_restart() {
     let node = Node::with_settings(AT_ONCE, &[pod("web")]).await;
     node.until_ready("web").await;
     let _held = without_relist(&node).await;
     let main = main_of(&node, "web");
     let before = node.cri.calls().len();
     node.signal(exited(&main)).await;
-    // The runtime still calls it running, and is asked again and again.
+    // The runtime still reports the container as running, and the agent polls it.
     let mut from = before;
     for _ in 0..5 {
-        from = node.cri.wait_for_after("a question", from, asks_about(main.id.clone())).await.number + 1;
+        from = node.cri.wait_for_after("a status call", from, asks_about(main.id.clone())).await.number + 1;
     }
     assert_eq!(node.cri.count(Op::CreateContainer), 1, "{}", node.cri.transcript());
     node.cri.exit(&main.id, 1);
@@ -77,11 +77,11 @@ async fn an_end_while_another_container_is_made_is_not_missed() {
     node.signal(exited(&main)).await;
     node.cri.exit(&main.id, 1);
     created.reached().await;
-    // The worker makes the next `main` when the runtime's word on `other` comes.
+    // The worker creates the next `main` while the runtime reports the end of `other`.
     let from = node.cri.calls().len();
     node.signal(exited(&other)).await;
     node.cri.exit(&other.id, 1);
-    node.cri.wait_for_after("a question", from, asks_about(other.id.clone())).await;
+    node.cri.wait_for_after("a status call", from, asks_about(other.id.clone())).await;
     created.release();
     let both =
         |pod: &View| ["main", "other"].iter().all(|name| pod.restarts()[*name] == 1 && pod.running(name));
@@ -89,7 +89,7 @@ async fn an_end_while_another_container_is_made_is_not_missed() {
 }
 
 #[tokio::test]
-async fn the_runtimes_events_are_followed_where_it_has_any() {
+async fn the_runtimes_events_are_followed() {
     let mut node = Node::new(AT_ONCE);
     node.cri.change(|world| world.streams_events = true);
     node.apply(&pod("web"));
@@ -105,7 +105,7 @@ async fn the_runtimes_events_are_followed_where_it_has_any() {
 }
 
 #[tokio::test]
-async fn an_event_stream_that_breaks_is_asked_for_again() {
+async fn a_broken_event_stream_is_requested_again() {
     let mut node = Node::new(AT_ONCE);
     node.cri.change(|world| world.streams_events = true);
     node.apply(&pod("web"));
@@ -140,23 +140,23 @@ async fn three_sources_at_once_never_restart_a_container_twice() {
 }
 
 #[tokio::test]
-async fn an_end_before_anybody_looked_is_not_forgotten() {
+async fn an_end_before_the_first_inspection_is_not_missed() {
     let node = Node::with_settings(AT_ONCE, &[]).await;
-    // The worker's first look at the running container takes a while.
+    // The worker's first inspection of the running container is delayed.
     let is_running = |asked: &Asked| matches!(asked, Asked::ContainerStatus(request) if request.verbose);
-    let look = node.cri.on(Op::ContainerStatus).when(is_running).hold_reply();
+    let inspection = node.cri.on(Op::ContainerStatus).when(is_running).hold_reply();
     node.apply(&pod("web"));
-    look.reached().await;
+    inspection.reached().await;
     let _held = without_relist(&node).await;
     let main = main_of(&node, "web");
     node.signal(exited(&main)).await;
     node.cri.exit(&main.id, 1);
-    look.release();
+    inspection.release();
     until_restarted(&node, 1).await;
 }
 
 #[tokio::test]
-async fn many_that_end_together_are_asked_for_together() {
+async fn containers_that_end_together_are_listed_together() {
     let names: Vec<String> = (0..12).map(|n| format!("web{n}")).collect();
     let pods: Vec<_> = names.iter().map(|name| pod(name)).collect();
     let node = Node::with_settings(AT_ONCE, &pods).await;
@@ -184,7 +184,7 @@ async fn many_that_end_together_are_asked_for_together() {
 }
 
 #[tokio::test]
-async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
+async fn an_oom_kill_is_reported_with_the_kernels_numbers_and_recorded() {
     let mut limited = container("main");
     limited["resources"] = json!({ "limits": { "memory": "64Mi" } });
     let web = with(with(pod("web"), "restartPolicy", "Never".into()), "containers", json!([limited]));
@@ -195,7 +195,7 @@ async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
     node.signal(ExitHint::OomKilled { cgroup_id: 0, kill }).await;
     node.signal(exited(&main)).await;
     node.cri.exit(&main.id, 137);
-    let told = |pod: &View| {
+    let reported = |pod: &View| {
         let ended = pod.container("main").state.and_then(|state| state.terminated);
         ended.is_some_and(|ended| {
             ended.reason.as_deref() == Some("OOMKilled")
@@ -204,7 +204,7 @@ async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
                     .is_some_and(|m| m.contains("63 MiB of its own") && m.contains("limit is 64Mi"))
         })
     };
-    let pod = node.until_pod("web", "to be OOMKilled", told).await;
+    let pod = node.until_pod("web", "to be OOMKilled", reported).await;
     assert_eq!(pod.phase(), "Failed");
     assert!(node.events().iter().any(|event| event.starts_with("OOMKilling: ")), "{:#?}", node.events());
     let record = node.path("state/pods.json");
@@ -215,15 +215,16 @@ async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
     beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
     node.kill_and_start().await;
     node.until_relisted().await;
-    node.until_pod("web", "to be OOMKilled", told).await;
+    node.until_pod("web", "to be OOMKilled", reported).await;
 }
 
 #[tokio::test]
-async fn children_that_are_killed_again_and_again_are_told_of_once_and_the_container_goes_on() {
+async fn repeated_kills_of_children_are_reported_once_and_the_container_runs_on() {
     let node = Node::with_settings(AT_ONCE, &[pod("web")]).await;
     node.until_ready("web").await;
     let main = main_of(&node, "web");
-    // Its children are in its cgroup; the scriptable runtime has none, so the first process stands for it.
+    // A container's children are in its cgroup. The fake runtime has no cgroups, so the first process stands
+    // for them.
     for mib in 0..50_u64 {
         let kill = OomKill { pid: main.pid, anon_rss: mib << 20, ..OomKill::default() };
         node.signal(ExitHint::OomKilled { cgroup_id: 0, kill }).await;
@@ -231,8 +232,8 @@ async fn children_that_are_killed_again_and_again_are_told_of_once_and_the_conta
     node.signal(exited(&main)).await;
     node.cri.exit(&main.id, 137);
     until_restarted(&node, 1).await;
-    let told: Vec<String> =
+    let events: Vec<String> =
         node.events().into_iter().filter(|event| event.starts_with("OOMKilling: ")).collect();
-    assert_eq!(told.len(), 1, "{told:#?}");
-    assert!(told[0].contains(&format!("killed process {}", main.pid)), "{told:#?}");
+    assert_eq!(events.len(), 1, "{events:#?}");
+    assert!(events[0].contains(&format!("killed process {}", main.pid)), "{events:#?}");
 }

@@ -1,4 +1,4 @@
-//! Images that are missing, and what the pull policies do about it.
+//! Tests of missing images, pull policies and registry credentials.
 
 use beelet_tests::cri::Op;
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ fn on_image(name: &str, image: &str, policy: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_missing_image_is_told_and_holds_up_no_neighbours() {
+async fn a_missing_image_is_reported_and_delays_no_neighbours() {
     let mut node = Node::with(&[on_image("web", "registry.test/app:1", "IfNotPresent")]).await;
     let pod = node.until_pod("web", "to miss its image", |pod| pod.waits_for("main", "ErrImagePull")).await;
     let (_, message) = pod.waiting("main").unwrap();
@@ -21,7 +21,7 @@ async fn a_missing_image_is_told_and_holds_up_no_neighbours() {
     let pod = node.until_pod("web", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff")).await;
     assert!(pod.running("neighbour") && !pod.ready() && pod.phase() == "Pending");
     node.cri.add_to_registry("registry.test/app:1");
-    // An agent that starts anew tries at once.
+    // A new agent retries at once.
     node.kill_and_start().await;
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+ neighbour/0+");
@@ -66,17 +66,17 @@ async fn pods_that_want_the_same_image_share_one_pull() {
     }
     node.start().await;
     held.reached().await;
-    // All of them have looked, and wait, or are about to.
-    let looked = |call: &beelet_tests::cri::Call| match &call.asked {
+    // All pods have queried the image, and wait for the pull or will do so.
+    let queried = |call: &beelet_tests::cri::Call| match &call.asked {
         beelet_tests::cri::Asked::ImageStatus(asked) => {
             asked.image.as_ref().is_some_and(|image| image.image.contains("registry.test"))
         }
         _ => false,
     };
-    let looks = async || node.cri.calls().iter().filter(|call| looked(call)).count();
-    // One each, and one more before the pull began.
-    while looks().await < 4 {
-        node.cri.wait_for_after("a look", node.cri.calls().len().saturating_sub(1), |_| true).await;
+    let queries = async || node.cri.calls().iter().filter(|call| queried(call)).count();
+    // One query per pod, and one more before the pull.
+    while queries().await < 4 {
+        node.cri.wait_for_after("a query", node.cri.calls().len().saturating_sub(1), |_| true).await;
         tokio::task::yield_now().await;
     }
     held.release();
@@ -87,7 +87,7 @@ async fn pods_that_want_the_same_image_share_one_pull() {
 }
 
 #[tokio::test]
-async fn a_pod_that_goes_takes_nobody_elses_pull_along() {
+async fn a_removed_pod_does_not_cancel_another_pods_pull() {
     let mut node = Node::new(Settings::default());
     node.cri.add_to_registry("registry.test/app:1");
     let held = node.cri.on(Op::PullImage).hold();
@@ -124,7 +124,7 @@ async fn secrets_open_registries() {
 }
 
 #[tokio::test]
-async fn a_name_that_is_none_is_told_as_such() {
+async fn an_invalid_image_name_is_reported() {
     let node = Node::with(&[on_image("web", "registry.test/App:1", "IfNotPresent")]).await;
     let pod = node
         .until_pod("web", "to have no valid image", |pod| pod.waits_for("main", "InvalidImageName"))
@@ -133,7 +133,7 @@ async fn a_name_that_is_none_is_told_as_such() {
     assert_eq!(node.cri.count(Op::PullImage), 0);
 }
 
-/// A pod that has a secret for the registry.
+/// Returns a pod with a secret for the registry.
 fn with_login(name: &str, secret: &str) -> Value {
     let pod = on_image(name, "registry.test/app:1", "IfNotPresent");
     with(pod, "imagePullSecrets", json!([{"name": secret}]))
@@ -147,7 +147,7 @@ fn login(name: &str, password: &str) -> String {
 }
 
 #[tokio::test]
-async fn an_image_that_was_pulled_with_a_secret_is_not_everybodys() {
+async fn an_image_pulled_with_a_secret_requires_credentials_from_other_pods() {
     let mut node = Node::new(Settings::default());
     node.cri.add_to_registry("registry.test/app:1");
     node.apply_text("login", &login("login", "hush"));
@@ -156,20 +156,20 @@ async fn an_image_that_was_pulled_with_a_secret_is_not_everybodys() {
     node.start().await;
     node.until_ready("owner").await;
     assert_eq!(node.cri.count(Op::PullImage), 1);
-    // Over a restart of the agent too.
+    // The same holds across a restart of the agent.
     node.kill_and_start().await;
     node.apply(&with_login("friend", "same"));
     node.until_ready("friend").await;
-    assert_eq!(node.cri.count(Op::PullImage), 1, "the same credentials open what is here");
+    assert_eq!(node.cri.count(Op::PullImage), 1, "the same credentials open the present image");
     node.apply(&on_image("never", "registry.test/app:1", "Never"));
     node.until_pod("never", "to be refused", |pod| pod.waits_for("main", "ErrImageNeverPull")).await;
     node.apply(&on_image("stranger", "registry.test/app:1", "IfNotPresent"));
     node.until_ready("stranger").await;
-    assert_eq!(node.cri.count(Op::PullImage), 2, "who has none must ask the registry");
-    let told = node.events();
+    assert_eq!(node.cri.count(Op::PullImage), 2, "a pod without credentials must pull");
+    let events = node.events();
     for part in ["Pulling: Pulling image", "Pulled: Successfully pulled image", "already present on machine"]
     {
-        assert!(told.iter().any(|event| event.contains(part)), "no {part:?} in {told:#?}");
+        assert!(events.iter().any(|event| event.contains(part)), "no {part:?} in {events:#?}");
     }
 }
 

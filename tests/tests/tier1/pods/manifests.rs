@@ -1,4 +1,4 @@
-//! Manifests that change, go, come back and break, while their pods run.
+//! Tests of manifests that are changed, removed, restored and damaged while their pods run.
 
 use beelet_model::desired::Desired;
 use beelet_model::labels::ANNOTATION_HASH;
@@ -8,7 +8,7 @@ use serde_json::json;
 use super::assigned::{UID, assigned, desired, node_with};
 use super::node::{Node, View, of_everything, pod, until_seen, view, with};
 
-/// The calls that changed something, from call number `first` on, with the grace of stops.
+/// Returns the calls that change the runtime's state, from number `first` on, stops with their grace period.
 fn changes(node: &Node, first: usize) -> Vec<String> {
     let name = |call: beelet_tests::cri::Call| match &call.asked {
         Asked::StopContainer(request) => Some(format!("StopContainer {}", request.timeout)),
@@ -29,7 +29,7 @@ const REPLACED: [&str; 7] = [
 ];
 
 #[tokio::test]
-async fn a_changed_manifest_replaces_its_pod_and_the_old_one_is_gone_first() {
+async fn a_changed_manifest_replaces_its_pod_after_the_old_ones_end() {
     let node = Node::with(&[pod("web")]).await;
     let old = node.until_ready("web").await;
     let first = node.cri.calls().len();
@@ -54,7 +54,7 @@ async fn a_manifest_that_changes_under_the_same_uid_replaces_its_pod_too() {
     let is_two = |pod: &View| pod.ready() && hostname(pod).as_deref() == Some("two");
     node.until_pod("web", "to be another", |pod| is_two(pod) && !pod.terminating()).await;
     assert_eq!(changes(&node, first), REPLACED, "{}", node.cri.transcript());
-    // While the agent is away, too.
+    // The same holds for a change while the agent is away.
     node.kill().await;
     node.apply(&with_uid("three"));
     let first = node.cri.calls().len();
@@ -71,7 +71,7 @@ async fn a_copy_of_a_manifest_leaves_the_running_pod_alone_after_a_restart_too()
     let first = node.cri.calls().len();
     let text = std::fs::read_to_string(node.manifest("web")).unwrap();
     let rejection = |table: &beelet_model::table::PodTable| table.rejected.first().cloned();
-    // It comes first by name; and by its time, to the agent that starts again.
+    // The copy comes first by name and, for the restarted agent, by time.
     node.apply_text("a-copy-of-web", &text);
     let rejected = node.until("the rejection", rejection).await;
     assert_eq!(rejected.file, node.manifest("a-copy-of-web"));
@@ -118,7 +118,7 @@ async fn a_removed_manifests_pod_ends_gracefully_and_without_a_trace() {
             _ => None,
         })
         .collect();
-    // The sidecar last, with what is left of the pod's seven seconds.
+    // The sidecar is stopped last, with the rest of the pod's seven seconds.
     assert_eq!(stopped.len(), 3, "{stopped:?}");
     assert_eq!((stopped[2].0, stopped[0].1, stopped[1].1), (2, 7, 7));
     assert!((0..=7).contains(&stopped[2].1), "{stopped:?}");
@@ -129,7 +129,7 @@ async fn a_removed_manifests_pod_ends_gracefully_and_without_a_trace() {
 }
 
 #[tokio::test]
-async fn a_pod_that_ends_shows_how_its_containers_ended_until_it_is_gone() {
+async fn an_ending_pod_shows_the_end_of_its_containers_until_it_is_removed() {
     let node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let held = node.cri.on(Op::RemovePodSandbox).hold();
@@ -141,7 +141,7 @@ async fn a_pod_that_ends_shows_how_its_containers_ended_until_it_is_gone() {
         })
         .await;
     assert!(pod.terminating() && !pod.ready());
-    // Its container is removed already, which must not make it look as if it had never run.
+    // The container is already removed, but its status must still show that it ran.
     node.until_relisted().await;
     assert!(view(&node.table(), "web").unwrap().container("main").state.unwrap().terminated.is_some());
     held.release();
@@ -149,7 +149,7 @@ async fn a_pod_that_ends_shows_how_its_containers_ended_until_it_is_gone() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_wanted_again_while_it_ends_comes_back_once() {
+async fn a_pod_whose_manifest_returns_while_it_ends_starts_again_once() {
     let node = Node::with(&[pod("web")]).await;
     let before = node.until_ready("web").await;
     let held = node.cri.on(Op::StopContainer).hold();
@@ -165,16 +165,16 @@ async fn a_pod_that_is_wanted_again_while_it_ends_comes_back_once() {
     let after = node.until_pod("web", "to be back", |pod| pod.ready() && !pod.terminating()).await;
     assert_eq!(after.uid(), before.uid());
     node.until_relisted().await;
-    // It is the same pod: its containers ran before.
+    // The pod is the same one: its containers ran before.
     assert_eq!(node.containers("web"), "main/1+");
     assert_eq!(node.cri.count(Op::RunPodSandbox), 2, "{}", node.cri.transcript());
 }
 
 #[tokio::test]
-async fn a_pod_whose_manifest_was_put_back_starts_anew_once() {
+async fn a_pod_whose_manifest_was_restored_starts_again_once() {
     let mut manifest = assigned(UID);
     manifest["metadata"]["annotations"] = json!({ ANNOTATION_HASH: "same" });
-    let put_back = |times: u64| {
+    let restored = |times: u64| {
         let mut desired = Desired::clone(&desired(std::slice::from_ref(&manifest)));
         desired.put_back.insert(UID.to_owned(), times);
         std::sync::Arc::new(desired)
@@ -182,20 +182,20 @@ async fn a_pod_whose_manifest_was_put_back_starts_anew_once() {
     let (node, source) = node_with(std::slice::from_ref(&manifest)).await;
     node.until_ready("api").await;
     for times in 1..=2 {
-        source.send_replace(put_back(times));
+        source.send_replace(restored(times));
         let count = i32::try_from(times).unwrap();
         let restarted =
             |pod: &View| pod.ready() && !pod.terminating() && pod.restarts().get("main") == Some(&count);
-        node.until_pod("api", "to run anew", restarted).await;
-        // Said once more, it changes nothing.
-        source.send_replace(put_back(times));
+        node.until_pod("api", "to run again", restarted).await;
+        // The same count has no further effect.
+        source.send_replace(restored(times));
         node.until_relisted().await;
         assert_eq!(node.containers("api"), format!("main/{times}+"));
     }
 }
 
 #[tokio::test]
-async fn a_manifest_that_breaks_takes_nothing_away() {
+async fn a_damaged_manifest_stops_no_pod() {
     let node = Node::with(&[pod("web"), pod("other")]).await;
     let web = node.until_ready("web").await;
     node.until_ready("other").await;
@@ -212,7 +212,7 @@ async fn a_manifest_that_breaks_takes_nothing_away() {
     node.until_relisted().await;
     assert_eq!(view(&node.table(), "web").unwrap().0, web.0);
     assert_eq!(node.done(&CHANGES), done);
-    // Mended, it is the pod that it was.
+    // With the repaired manifest the pod is the same as before.
     node.apply(&pod("web"));
     node.until("no rejection", |table| table.rejected.is_empty().then_some(())).await;
     node.until_relisted().await;

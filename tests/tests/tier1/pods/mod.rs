@@ -1,8 +1,8 @@
-//! The daemon's pods against a runtime that goes wrong on demand: adoption, kill -9 anywhere, lost, slow and
-//! failing calls, backoff, probes, manifests that change. Needs no root, no containerd and no BPF: cgroups
+//! Tests of the daemon's pods on a runtime that fails on demand: adoption, kill -9 anywhere, lost, slow and
+//! failing calls, back-off, probes, changing manifests. They need neither root, containerd nor BPF: cgroups
 //! are plain folders.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
 
 mod admission;
 mod adoption;

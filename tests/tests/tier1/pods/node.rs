@@ -421,7 +421,7 @@ impl Node {
         });
         match waited.await {
             Ok(found) => found,
-            Err(_) => panic!("waited for {what}; there is\n{}\n{}", self.describe(), self.cri.transcript()),
+            Err(_) => panic!("waited for {what}; the table:\n{}\n{}", self.describe(), self.cri.transcript()),
         }
     }
 
@@ -542,9 +542,9 @@ fn sandboxes(world: &World, uid: &str) -> usize {
 }
 
 /// Repeats a check until it passes, for files and counters, which send no events.
-pub(crate) async fn until_seen<E: std::fmt::Display>(what: &str, look: impl Fn() -> Result<(), E>) {
+pub(crate) async fn until_seen<E: std::fmt::Display>(what: &str, check: impl Fn() -> Result<(), E>) {
     let deadline = tokio::time::Instant::now() + PATIENCE;
-    while let Err(last) = look() {
+    while let Err(last) = check() {
         assert!(tokio::time::Instant::now() < deadline, "waited in vain for {what}: {last}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

@@ -1,4 +1,4 @@
-//! Durable records that can't be written or read.
+//! Tests of durable records that cannot be written or read.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::node::{Node, pod};
 
 #[tokio::test]
-async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
+async fn without_room_for_records_pods_run_on_and_the_failures_are_counted() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let (state, away) = (node.path("state"), node.path("state-away"));
@@ -21,7 +21,7 @@ async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
     let errors = node.metrics().state_write_errors.clone();
     let failed = || if errors.get() > 0 { Ok(()) } else { Err("no write has failed") };
     wait_for("a failed write", PATIENCE, failed).unwrap();
-    // Room again: what is known now is written, without a further change.
+    // With room again, the current state is written without a further change.
     fs::rename(&away, &state).unwrap();
     let record = state.join("pods.json");
     let written = || {
@@ -37,13 +37,13 @@ async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
 }
 
 #[tokio::test]
-async fn after_a_restart_of_the_agent_a_pods_network_namespace_is_known_before_the_runtime_has_told_of_it() {
+async fn a_new_agent_knows_a_pods_network_namespace_before_the_runtime_reports_it() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let sandbox = node.cri.container("web-n1", "main").unwrap().sandbox_id;
     let own = json!([{ "type": "network", "path": "/proc/self/ns/net" }]);
     node.cri.set_sandbox_info(&sandbox, json!({ "runtimeSpec": { "linux": { "namespaces": own } } }));
-    // What was seen of a sandbox is not asked for again by the agent that saw it.
+    // An agent inspects a sandbox only once, so a new agent must read the changed info.
     node.kill_and_start().await;
     let record = node.path("state/pods.json");
     let written = || {
@@ -61,14 +61,14 @@ async fn after_a_restart_of_the_agent_a_pods_network_namespace_is_known_before_t
 }
 
 #[tokio::test]
-async fn an_agent_that_starts_asks_for_no_pod_what_it_knows() {
+async fn a_new_agent_does_not_query_recorded_facts() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let sandbox = node.cri.container("web-n1", "main").unwrap().sandbox_id;
-    // A process that runs, and has nothing to do with pods.
+    // A running process that does not belong to a pod.
     let pid = std::process::id();
     node.cri.set_sandbox_info(&sandbox, json!({ "pid": pid }));
-    // What was seen of a sandbox is not asked for again by the agent that saw it.
+    // An agent inspects a sandbox only once, so a new agent must read the changed info.
     node.kill_and_start().await;
     let record = node.path("state/pods.json");
     let written = || {
@@ -80,7 +80,7 @@ async fn an_agent_that_starts_asks_for_no_pod_what_it_knows() {
     node.kill_and_start().await;
     node.until_relisted().await;
     node.until_ready("web").await;
-    let looks_at_one = |call: &&Call| match &call.asked {
+    let inspects_one = |call: &&Call| match &call.asked {
         Asked::ListPodSandbox(request) => {
             request.filter.as_ref().is_some_and(|filter| filter.label_selector.contains_key(POD_UID))
         }
@@ -91,8 +91,8 @@ async fn an_agent_that_starts_asks_for_no_pod_what_it_knows() {
         _ => false,
     };
     let calls = node.cri.calls();
-    let looks: Vec<&Call> = calls.iter().skip(before).filter(looks_at_one).collect();
-    assert!(looks.is_empty(), "{looks:?}");
+    let found: Vec<&Call> = calls.iter().skip(before).filter(inspects_one).collect();
+    assert!(found.is_empty(), "{found:?}");
     assert!(calls.iter().skip(before).any(|call| call.op() == Op::ContainerStatus));
 }
 
@@ -106,12 +106,12 @@ async fn an_agent_ends_in_time_though_its_records_cannot_be_written() {
     let errors = node.metrics().state_write_errors.clone();
     let failed = || if errors.get() > 0 { Ok(()) } else { Err("no write has failed") };
     wait_for("a failed write", PATIENCE, failed).unwrap();
-    // Not after the writer's next try, or never.
+    // The agent must not wait for the writer's next attempt, or forever.
     node.stop().await;
 }
 
 #[tokio::test]
-async fn damaged_records_are_set_aside_and_cost_no_pod_its_containers() {
+async fn damaged_records_are_set_aside_and_containers_run_on() {
     let mut node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.kill().await;

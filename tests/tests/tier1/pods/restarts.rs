@@ -1,4 +1,4 @@
-//! Containers that end: restart policies, crash loops, sidecars.
+//! Tests of containers that end: restart policies, crash loops, sidecars.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::node::{Node, Settings, View, container, containers, of_everything, pod, with};
 
-/// Ends the newest container of that name as its process would.
+/// Makes the newest container of this name exit.
 fn exit(node: &Node, pod: &str, container: &str, code: i32) {
     node.cri.exit(&node.cri.container(&format!("{pod}-n1"), container).unwrap().id, code);
 }
@@ -21,7 +21,7 @@ async fn until_restarted(node: &Node, container: &str, count: i32) {
 }
 
 #[tokio::test]
-async fn a_container_that_crashes_again_waits_and_says_so() {
+async fn a_container_that_crashes_again_backs_off_and_reports_it() {
     let settings = Settings { max_restart_delay: Duration::from_secs(4), ..Settings::default() };
     let two = with(pod("web"), "containers", json!([container("main"), container("neighbour")]));
     let node = Node::with_settings(settings, &[two]).await;
@@ -36,10 +36,10 @@ async fn a_container_that_crashes_again_waits_and_says_so() {
     assert_eq!(main.last_state.unwrap().terminated.unwrap().exit_code, 3);
     assert!(!main.ready && !pod.ready() && pod.running("neighbour") && pod.phase() == "Running");
     until_restarted(&node, "main", 2).await;
-    // Of the dead ones the one before is kept, for `lastState`.
+    // Only the last dead container is kept, for `lastState`.
     let kept = |world: &beelet_tests::cri::World| containers(world, "web") == "main/1- main/2+ neighbour/0+";
-    node.cri.wait_until("the first one to be removed", kept).await;
-    // The runtime keeps the delay, so that an agent that is killed goes on with it.
+    node.cri.wait_until("the removal of the first container", kept).await;
+    // The runtime keeps the delay, so that the back-off survives a kill of the agent.
     let annotations = node.cri.container("web-n1", "main").unwrap().config.annotations;
     assert_eq!(annotations[labels::RESTART_DELAY], "4");
 }
@@ -55,7 +55,7 @@ async fn the_first_delay_is_the_kubelets() {
         pod.waiting("main").is_some_and(|(_, message)| message.starts_with("back-off 10s restarting"))
     };
     node.until_pod("web", "to back off", is_waiting).await;
-    // An agent that is started meanwhile waits on, and starts nothing before its time.
+    // A new agent continues the wait, and does not restart the container early.
     node.kill_and_start().await;
     until_restarted(&node, "main", 2).await;
     let containers = node.cri.world().containers;
@@ -82,7 +82,7 @@ async fn a_pod_ends_as_its_restart_policy_says() {
             world.sandboxes.values().all(|s| s.state == beelet_proto::cri::PodSandboxState::SandboxNotready)
         };
         node.cri.wait_until("the sandbox to stop", stopped).await;
-        // It stays so, after a restart of the agent too.
+        // The pod stays ended, also after a restart of the agent.
         node.until_relisted().await;
         let changes = node.done(&CHANGES);
         node.kill_and_start().await;
@@ -112,7 +112,7 @@ async fn a_finished_pods_sidecar_is_stopped() {
 }
 
 #[tokio::test]
-async fn a_sidecar_that_crashes_is_restarted_beside_the_others() {
+async fn a_sidecar_that_crashes_is_restarted_while_the_others_run() {
     let node = Node::with(&[of_everything("web")]).await;
     node.until_ready("web").await;
     exit(&node, "web", "side", 1);
@@ -133,7 +133,7 @@ async fn an_init_container_that_fails_holds_the_others_back() {
     assert!(pod.waits_for("a", "PodInitializing") && pod.waits_for("side", "PodInitializing"));
     assert_eq!((pod.phase(), pod.ready()), ("Pending".to_owned(), false));
     assert_eq!(node.containers("web"), "init/0- init/1-");
-    // Never restarted, it takes its pod along.
+    // With the restart policy Never, its failure fails the pod.
     node.apply(&with(of_everything("job"), "restartPolicy", "Never".into()));
     node.until_pod("job", "to initialize", |pod| pod.running("init")).await;
     exit(&node, "job", "init", 1);
@@ -142,26 +142,26 @@ async fn an_init_container_that_fails_holds_the_others_back() {
 }
 
 #[tokio::test]
-async fn a_container_that_is_out_of_memory_says_so() {
+async fn a_container_that_runs_out_of_memory_reports_it() {
     let node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.cri.kill_for_memory(&node.cri.container("web-n1", "main").unwrap().id);
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     let ended = pod.container("main").last_state.unwrap().terminated.unwrap();
     assert_eq!((ended.exit_code, ended.reason.as_deref()), (137, Some("OOMKilled")));
-    let told = |event: &String| event.starts_with("OOMKilling: ") && event.contains("the runtime says");
-    assert!(node.events().iter().any(told), "{:#?}", node.events());
+    let reported = |event: &String| event.starts_with("OOMKilling: ") && event.contains("the runtime says");
+    assert!(node.events().iter().any(reported), "{:#?}", node.events());
 }
 
 #[tokio::test]
-async fn a_sandbox_that_dies_is_replaced_and_counts_go_on() {
+async fn a_dead_sandbox_is_replaced_and_restart_counts_continue() {
     let node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     node.cri.reboot();
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     assert_eq!(pod.container("main").last_state.unwrap().terminated.unwrap().exit_code, 255);
     assert_eq!(node.cri.count(Op::RunPodSandbox), 2);
-    // The dead one gives its address back.
+    // The dead sandbox is stopped, which releases its address.
     assert_eq!(node.cri.count(Op::StopPodSandbox), 1, "{}", node.cri.transcript());
 }
 
@@ -179,7 +179,7 @@ async fn a_rule_restarts_all_containers_in_their_sandbox() {
     node.until_ready("web").await;
     let before = node.containers("web");
     assert_eq!(before, "init/0- main/0+ other/0+");
-    // The agent ends where the others are stopped already, and nothing was started again.
+    // The agent is killed when the other containers are stopped, and none is started again.
     let held = node.cri.on(Op::CreateContainer).hold();
     node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 42);
     held.reached().await;

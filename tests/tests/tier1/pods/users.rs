@@ -1,11 +1,11 @@
-//! Pods with user namespaces of their own, on a runtime that can and on one that can't.
+//! Tests of pods with user namespaces, on runtimes with and without support for them.
 
 use beelet_proto::cri;
 use serde_json::{Value, json};
 
 use super::node::{Node, Settings, container, pod, until_seen, with};
 
-/// A pod whose root is nobody on the machine, with a volume.
+/// Returns a pod with a user namespace and a volume: its root has no privileges on the machine.
 fn confined(name: &str) -> Value {
     let mut main = container("main");
     main["volumeMounts"] = json!([{"name": "data", "mountPath": "/data"}]);
@@ -25,7 +25,7 @@ fn of_sandbox(node: &Node, name: &str) -> cri::UserNamespace {
 }
 
 #[tokio::test]
-async fn each_pod_has_ids_of_its_own_for_its_life() {
+async fn each_pod_has_its_own_ids_for_its_life() {
     let mut node = Node::new(Settings::default());
     able(&node);
     for name in ["a", "b"] {
@@ -45,7 +45,7 @@ async fn each_pod_has_ids_of_its_own_for_its_life() {
     assert_eq!(context.namespace_options.unwrap().userns_options.as_ref(), Some(&a));
     assert!(config.mounts.iter().any(|mount| mount.container_path == "/data"));
     assert!(config.mounts.iter().all(|mount| mount.uid_mappings == a.uids && mount.gid_mappings == a.gids));
-    // A container that is started anew by another agent is in the same namespace.
+    // A container that a new agent restarts is in the same namespace.
     node.kill_and_start().await;
     node.cri.exit(&node.cri.container("a-n1", "main").unwrap().id, 1);
     node.until_pod("a", "to be restarted", |pod| {
@@ -57,7 +57,7 @@ async fn each_pod_has_ids_of_its_own_for_its_life() {
 }
 
 #[tokio::test]
-async fn a_pod_whose_record_of_ids_is_damaged_keeps_them_and_shares_them_with_nobody() {
+async fn a_pod_with_a_damaged_id_record_keeps_its_ids_exclusively() {
     let mut node = Node::new(Settings::default());
     able(&node);
     node.apply(&confined("a"));
@@ -73,7 +73,7 @@ async fn a_pod_whose_record_of_ids_is_damaged_keeps_them_and_shares_them_with_no
             "link" => std::os::unix::fs::symlink("/etc/hostname", &record).unwrap(),
             text => std::fs::write(&record, text).unwrap(),
         }
-        // What runs is known to the runtime, and from there to the record again.
+        // The runtime knows the ids of running pods, so the agent can restore the record.
         let name = format!("b{}", damage.len());
         node.apply(&confined(&name));
         node.until_ready(&name).await;
@@ -84,13 +84,13 @@ async fn a_pod_whose_record_of_ids_is_damaged_keeps_them_and_shares_them_with_no
 }
 
 #[tokio::test]
-async fn a_runtime_that_can_not_is_not_asked() {
+async fn a_runtime_without_user_namespaces_gets_no_request_for_them() {
     let node = Node::with(&[confined("web")]).await;
-    let told = |event: &String| {
+    let refused = |event: &String| {
         event.starts_with("FailedCreatePodSandBox")
             && event.contains("runtime does not support user namespaces")
     };
-    until_seen("the refusal", || node.events().iter().any(told).then_some(()).ok_or("not told yet")).await;
+    until_seen("the refusal", || node.events().iter().any(refused).then_some(()).ok_or("not yet")).await;
     assert!(node.cri.sandbox("web-n1").is_none());
     able(&node);
     node.until_ready("web").await;

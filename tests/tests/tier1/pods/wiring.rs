@@ -1,5 +1,4 @@
-//! That the parts of the agent are connected: what one learns, another acts upon. Each part has tests of its
-//! own.
+//! Tests of the connections between the agent's parts. Each part has its own tests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +39,7 @@ async fn a_node_short_of_memory_evicts_a_pod_which_runs_again_once_there_is_enou
     assert!(conditions(&node).contains(&("MemoryPressure".to_owned(), "False".to_owned())));
 }
 
-/// A pod as a source other than the manifests wants it: complete, with its identity.
+/// Returns the desired state with one pod of a source other than the manifests: complete, with its identity.
 fn wanted(name: &str) -> Arc<Desired> {
     let mut pod: Pod = serde_json::from_value(pod(name)).unwrap();
     pod.metadata.namespace = Some("default".to_owned());
@@ -51,7 +50,7 @@ fn wanted(name: &str) -> Arc<Desired> {
 }
 
 #[tokio::test]
-async fn a_pod_of_another_source_runs_beside_static_ones_and_goes_when_its_source_says_so() {
+async fn a_pod_of_another_source_runs_with_static_ones_and_ends_when_its_source_drops_it() {
     let (source, desired) = watch::channel(wanted("api"));
     let mut node = Node::new(Settings::default());
     node.sources.push(desired);
