@@ -1,5 +1,5 @@
-//! `beelet doctor` on the machine the tests run on: whatever it is, the report must fit it.
-#![allow(clippy::unwrap_used, clippy::panic)] // a helper of tests may fail as the tests may
+//! Tests of `beelet doctor` on the machine that runs them: the report must fit every machine.
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ fn doctor(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> Output {
     run(dir, ours, kubelet, args).1
 }
 
-/// The doctor's process id, and what it said.
+/// Returns the doctor's process id and output.
 fn run(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> (u32, Output) {
     let file = dir.path().join("beelet.yaml");
     let path = dir.path().display();
@@ -47,7 +47,7 @@ fn find<'a>(findings: &'a [Value], check: &str) -> &'a Value {
 }
 
 #[test]
-fn a_machine_without_a_runtime_cannot_run_it_and_is_told_what_to_do() {
+fn a_machine_without_a_runtime_cannot_run_the_agent_and_gets_a_remedy() {
     let dir = TempDir::new().unwrap();
     let output = doctor(&dir, "", "healthzPort: 0", &["-o", "json"]);
     assert_eq!(output.status.code(), Some(1));
@@ -57,7 +57,7 @@ fn a_machine_without_a_runtime_cannot_run_it_and_is_told_what_to_do() {
     assert!(runtime["remedy"].as_str().unwrap().contains("containerRuntimeEndpoint"), "{runtime}");
     for finding in &findings {
         let well = finding["state"] == "ok";
-        assert_eq!(finding["remedy"].is_null(), well, "whatever is not well has its remedy: {finding}");
+        assert_eq!(finding["remedy"].is_null(), well, "only a problem has a remedy: {finding}");
         assert_eq!(finding["consequence"].is_null(), well, "{finding}");
     }
     let root = rustix::process::geteuid().is_root();
@@ -66,7 +66,7 @@ fn a_machine_without_a_runtime_cannot_run_it_and_is_told_what_to_do() {
     assert_eq!(find(&findings, "BTF")["state"], if btf { "ok" } else { "degraded" });
     assert_eq!(find(&findings, "manifests")["state"], "degraded");
     assert_eq!(find(&findings, "state")["state"], "ok");
-    assert!(!dir.path().join("state").exists(), "the doctor only looks");
+    assert!(!dir.path().join("state").exists(), "the doctor created a folder");
 }
 
 #[test]
@@ -91,11 +91,11 @@ fn the_table_ends_with_the_verdict() {
 }
 
 #[test]
-fn bpf_programs_are_tried_and_taken_away_again() {
+fn bpf_programs_are_loaded_and_removed_again() {
     let dir = TempDir::new().unwrap();
     let (pid, output) = run(&dir, "", "healthzPort: 0", &["--bpf", "-o", "json"]);
     let findings = findings(&output);
-    // Allowed or not, every program has its line, and nothing is left.
+    // With and without permission, every program has a line, and no files are left.
     assert!(findings.iter().any(|finding| finding["check"] == "pod_socket" || finding["check"] == "BPF"));
     assert_eq!(leftovers(pid), Vec::<String>::new());
     let off = doctor(&dir, "bpf: off", "healthzPort: 0", &["--bpf", "-o", "json"]);
@@ -104,7 +104,7 @@ fn bpf_programs_are_tried_and_taken_away_again() {
 }
 
 #[test]
-fn a_missing_cgroup_root_is_made_by_no_check() {
+fn no_check_creates_a_missing_cgroup_root() {
     let dir = TempDir::new().unwrap();
     let root = format!("beelet-misspelt-{}", std::process::id());
     let made = || {
@@ -135,7 +135,7 @@ fn more_reserved_than_the_machine_has_is_found() {
 }
 
 #[test]
-fn what_keeps_the_agent_from_starting_keeps_the_doctor_from_saying_that_it_can() {
+fn problems_that_prevent_a_start_are_missing_findings() {
     let dir = TempDir::new().unwrap();
     std::fs::write(dir.path().join("state"), "").unwrap();
     let kubelet =
@@ -152,7 +152,7 @@ fn what_keeps_the_agent_from_starting_keeps_the_doctor_from_saying_that_it_can()
     assert_eq!(find(&findings, "resolvConf")["state"], "degraded");
 }
 
-/// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
+/// Returns the leftover mounts and cgroups of the doctor `pid`; doctors of other tests run at the same time.
 fn leftovers(pid: u32) -> Vec<String> {
     let name = format!("beelet-doctor-{pid}");
     let mounts = std::fs::read("/proc/self/mounts").unwrap();
@@ -169,7 +169,7 @@ fn leftovers(pid: u32) -> Vec<String> {
 }
 
 #[test]
-fn a_bad_configuration_is_refused_before_anything_is_looked_at() {
+fn a_bad_configuration_is_refused_before_all_checks() {
     let dir = TempDir::new().unwrap();
     let output = doctor(&dir, "", "podPidsLimit: x", &[]);
     assert_eq!(output.status.code(), Some(2));

@@ -1,5 +1,5 @@
-//! `beelet get pods` against an API served by the test.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+//! Tests of `beelet get pods` against an API that the test serves.
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -46,7 +46,7 @@ fn start_in(dir: TempDir) -> Api {
 }
 
 impl Api {
-    /// Ends; the folder with its socket is kept.
+    /// Stops the API; the folder with its socket is kept.
     fn stop(self) -> TempDir {
         self.shutdown.cancel();
         self.dir
@@ -78,7 +78,7 @@ impl Api {
         command
     }
 
-    /// What it prints.
+    /// Returns the output of `beelet get pods`.
     fn text(&self, args: &[&str]) -> String {
         String::from_utf8(self.get(args).assert().success().get_output().stdout.clone()).unwrap()
     }
@@ -121,7 +121,7 @@ fn json_and_yaml_are_pod_lists() {
 }
 
 #[test]
-fn a_pod_that_is_not_there_is_an_error_and_no_pods_are_said_so() {
+fn a_missing_pod_is_an_error_and_an_empty_list_a_message() {
     let api = start();
     let output = api.get(&["nosuch"]).assert().failure().code(1).get_output().clone();
     assert!(String::from_utf8_lossy(&output.stderr).contains("pod \"nosuch\" not found"), "{output:?}");
@@ -142,7 +142,7 @@ fn rejected_manifests_are_on_standard_error() {
 }
 
 #[test]
-fn without_an_agent_it_says_what_to_do() {
+fn without_an_agent_the_error_has_a_remedy() {
     let dir = TempDir::new().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_beelet"));
     let output =
@@ -196,7 +196,7 @@ fn a_watch_shows_each_change_and_ends_with_ctrl_c() {
 }
 
 #[test]
-fn a_watch_goes_on_when_the_agent_is_back_and_shows_only_what_changed() {
+fn a_watch_continues_when_the_agent_is_back_and_shows_only_changes() {
     let api = start();
     let mut watching = Watching::start(&api, &["-o", "json"]);
     (0..3).for_each(|_| drop(watching.line()));
@@ -207,7 +207,7 @@ fn a_watch_goes_on_when_the_agent_is_back_and_shows_only_what_changed() {
 }
 
 #[test]
-fn a_reader_that_has_seen_enough_is_no_error() {
+fn a_closed_standard_output_is_not_an_error() {
     let api = start();
     let mut child = api.get(&["-o", "yaml"]).stdout(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());

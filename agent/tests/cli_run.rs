@@ -1,5 +1,5 @@
-//! `beelet run` as far as it goes without a runtime: the configuration, the refusals.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+//! Tests of `beelet run` without a runtime: the configuration and its refusals.
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::process::{Command, Output};
 
@@ -33,7 +33,7 @@ fn a_configuration_is_checked_and_shown_with_its_defaults() {
         warned.starts_with("warning: ") && warned.contains(":4:25: enableProfilingHandler: has no effect"),
         "{warned}"
     );
-    // What is shown is a configuration itself, the same one, and leaves nothing to warn about.
+    // The output is itself a configuration, with the same settings and without warnings.
     let again = check(&shown).assert().success().get_output().clone();
     assert_eq!((text(&again.stdout), text(&again.stderr)), (shown, String::new()));
 }

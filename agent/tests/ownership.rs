@@ -1,5 +1,6 @@
-//! Beside a live kubelet the runtime is not taken. The kubelet here is our own client under that name.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+//! Test that the agent does not take over a live kubelet's runtime. The kubelet here is the agent's own
+//! client under that name.
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
@@ -19,12 +20,12 @@ impl Drop for Kubelet {
 }
 
 #[test]
-fn a_kubelet_with_a_connection_to_the_runtime_keeps_us_away() {
+fn a_kubelet_with_a_connection_to_the_runtime_owns_it() {
     let dir = TempDir::new().unwrap();
     let socket = dir.path().join("runtime.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let accepting = std::thread::spawn(move || {
-        // The client looks whether somebody listens, and then connects; both connections stay open here.
+        // The client probes the socket, and then connects; both connections stay open here.
         (0..2).map(|_| listener.accept().unwrap().0).collect::<Vec<_>>()
     });
     assert_eq!(kubelet_on(&socket).unwrap(), None);
@@ -32,8 +33,7 @@ fn a_kubelet_with_a_connection_to_the_runtime_keeps_us_away() {
     let program = dir.path().join("kubelet");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_beelet"), &program).unwrap();
     let mut command = Command::new(&program);
-    // The kernel names the process after the file. By its first argument it is our client, and no kubelet of
-    // its own.
+    // The kernel names the process after the file. Its first argument makes it run as the client.
     command.arg0("beelet");
     command.args(["get", "pods", "--watch", "--socket"]).arg(&socket).stderr(Stdio::null());
     let kubelet = Kubelet(command.spawn().unwrap());
@@ -48,7 +48,7 @@ fn a_kubelet_with_a_connection_to_the_runtime_keeps_us_away() {
         std::thread::yield_now();
     };
     assert_eq!((found.pid, found.program.as_str()), (kubelet.0.id(), "kubelet"));
-    // Of another runtime it is no owner.
+    // The kubelet does not own another runtime.
     let other = dir.path().join("other.sock");
     let _other_listener = UnixListener::bind(&other).unwrap();
     assert_eq!(kubelet_on(&other).unwrap(), None);

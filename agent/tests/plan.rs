@@ -1,4 +1,4 @@
-//! `beelet plan` as a person uses it: what goes in, what comes out, and with which exit code.
+//! Tests of `beelet plan`: input, output and exit codes.
 
 #![cfg(test)]
 
@@ -22,7 +22,7 @@ fn plan(what: &str, input: &str) -> Output {
     })
 }
 
-/// The names of the scenarios that were answered, and what was said about the others.
+/// Returns the names of the answered scenarios, the errors about the others, and the exit code.
 fn outcome(output: &Output) -> (Vec<String>, String, i32) {
     let name = |line: &str| {
         serde_json::from_str::<serde_json::Value>(line).unwrap()["name"].as_str().unwrap().to_owned()
@@ -32,9 +32,9 @@ fn outcome(output: &Output) -> (Vec<String>, String, i32) {
 }
 
 fn check(input: &str, names: &[&str], errors: &str, code: i32) {
-    let (got, said, exit) = outcome(&plan("cgroups", input));
+    let (got, errors, exit) = outcome(&plan("cgroups", input));
     assert_eq!(
-        (got.iter().map(String::as_str).collect::<Vec<_>>().as_slice(), said.as_str(), exit),
+        (got.iter().map(String::as_str).collect::<Vec<_>>().as_slice(), errors.as_str(), exit),
         (names, errors, code),
         "{input}"
     );
@@ -64,13 +64,13 @@ fn every_form_of_input_is_read_in_order() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named_and_the_rest_is_answered() {
+fn an_invalid_scenario_is_named_and_the_rest_is_answered() {
     let typo = A.replace("cgroupVersion", "cgroupVersoin");
-    let (names, said, code) = outcome(&plan("cgroups", &format!("{B}\n{typo}\n{B}\n")));
+    let (names, errors, code) = outcome(&plan("cgroups", &format!("{B}\n{typo}\n{B}\n")));
     assert_eq!((names, code), (vec!["b".to_owned(), "b".to_owned()], 2));
     assert!(
-        said.starts_with("error: standard input:2:32: scenario 2 (\"a\"): cgroupVersoin: unknown field `cgroupVersoin`, expected one of `name`"),
-        "{said}"
+        errors.starts_with("error: standard input:2:32: scenario 2 (\"a\"): cgroupVersoin: unknown field `cgroupVersoin`, expected one of `name`"),
+        "{errors}"
     );
 }
 
@@ -111,25 +111,25 @@ fn a_wrong_value_is_shown_with_its_field_and_place() {
 }
 
 #[test]
-fn text_that_is_neither_yaml_nor_json_is_said_so_with_its_place() {
-    let (names, said, code) = outcome(&plan("cgroups", &format!("{A}\n{{\"name\": \"b\",,}}\n{B}")));
+fn text_that_is_neither_yaml_nor_json_is_reported_with_its_place() {
+    let (names, errors, code) = outcome(&plan("cgroups", &format!("{A}\n{{\"name\": \"b\",,}}\n{B}")));
     assert_eq!((names, code), (vec!["a".to_owned(), "b".to_owned()], 2));
-    assert!(said.starts_with("error: standard input:2:14: scenario 2: key must be a string"), "{said}");
-    let (names, said, code) = outcome(&plan("cgroups", &format!("[{A}, {{\"name\"")));
+    assert!(errors.starts_with("error: standard input:2:14: scenario 2: key must be a string"), "{errors}");
+    let (names, errors, code) = outcome(&plan("cgroups", &format!("[{A}, {{\"name\"")));
     assert_eq!((names, code), (vec!["a".to_owned()], 2));
-    assert!(said.starts_with("error: standard input:1:"), "{said}");
-    let (names, said, code) = outcome(&plan("cgroups", "a: [\n"));
+    assert!(errors.starts_with("error: standard input:1:"), "{errors}");
+    let (names, errors, code) = outcome(&plan("cgroups", "a: [\n"));
     assert_eq!((names.len(), code), (0, 2));
-    assert!(said.starts_with("error: standard input:"), "{said}");
-    let (_, said, code) = outcome(&plan("cgroups", "\u{0}\u{1}"));
-    assert_eq!(code, 2, "{said}");
+    assert!(errors.starts_with("error: standard input:"), "{errors}");
+    let (_, errors, code) = outcome(&plan("cgroups", "\u{0}\u{1}"));
+    assert_eq!(code, 2, "{errors}");
 }
 
 #[test]
 fn an_input_that_is_wrong_everywhere_is_not_repeated_forever() {
-    let (names, said, code) = outcome(&plan("cgroups", &"{}\n".repeat(1000)));
-    assert_eq!((names.len(), code, said.lines().count()), (0, 2, 21));
-    assert!(said.ends_with("980 more errors\n"), "{said}");
+    let (names, errors, code) = outcome(&plan("cgroups", &"{}\n".repeat(1000)));
+    assert_eq!((names.len(), code, errors.lines().count()), (0, 2, 21));
+    assert!(errors.ends_with("980 more errors\n"), "{errors}");
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn a_missing_file_and_an_unknown_decision_are_usage_errors() {
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("cgroups"));
 }
 
-/// Every example of docs/plan.md: `beelet plan WHAT <<'EOF'`, the scenarios, `EOF`.
+/// Returns every example of docs/plan.md: `beelet plan WHAT <<'EOF'`, the scenarios, `EOF`.
 fn examples(text: &str) -> Vec<(String, String)> {
     let mut examples = Vec::new();
     let mut lines = text.lines();
@@ -167,8 +167,8 @@ fn examples(text: &str) -> Vec<(String, String)> {
     examples
 }
 
-/// Pieces of answers that the page shows: whole answers, files of cgroups, and inline code that begins with a
-/// quotation mark.
+/// Returns the pieces of answers that the page shows: whole answers, files of cgroups, and inline code that
+/// begins with a quotation mark.
 fn shown(text: &str) -> Vec<String> {
     let answers = text.lines().filter(|line| line.starts_with("{\"name\":") || line.starts_with("\"/"));
     let prose = text.split("```").step_by(2).flat_map(str::lines);
@@ -178,7 +178,7 @@ fn shown(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_examples_of_the_manual_answer_as_it_says() {
+fn the_examples_of_the_manual_have_the_documented_answers() {
     let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/plan.md")).unwrap();
     let mut answers = String::new();
     let examples = examples(&text);

@@ -1,5 +1,6 @@
 //! Control plane for a test: etcd and a real kube-apiserver on loopback, with TLS, the Node authorizer, RBAC,
-//! NodeRestriction and an audit log. It has no controllers and no scheduler: tests do their work.
+//! NodeRestriction and an audit log. The control plane has no controllers and no scheduler: tests do their
+//! work.
 //!
 //! `KUBE_APISERVER` names the API server, `ETCD` the etcd; otherwise the machine's etcd is used. All files
 //! are in one folder. Dropping the value kills both; the next test removes leftovers of a killed one.

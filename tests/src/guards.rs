@@ -288,7 +288,7 @@ pub fn processes_below(dir: &Path) -> Vec<Pid> {
 fn thaw_below(dir: &Path) {
     for (file, thawed) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
         if dir.join(file).exists() {
-            let _ = std::fs::write(dir.join(file), thawed); // the hierarchy's root has no such file
+            let _ = std::fs::write(dir.join(file), thawed); // the hierarchy's root lacks the file
         }
     }
     subfolders(dir).iter().for_each(|child| thaw_below(child));

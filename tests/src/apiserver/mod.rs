@@ -401,7 +401,7 @@ impl FakeApi {
     /// errors.
     ///
     /// # Panics
-    /// If no such request arrives within [`PATIENCE`].
+    /// If `wanted` accepts no request within [`PATIENCE`].
     pub async fn wait_for(&self, what: &str, wanted: impl Fn(&Asked) -> bool) -> Asked {
         self.wait_for_after(what, 0, wanted).await
     }
@@ -410,7 +410,7 @@ impl FakeApi {
     /// tested action.
     ///
     /// # Panics
-    /// If no such request arrives within [`PATIENCE`].
+    /// If `wanted` accepts no request within [`PATIENCE`].
     pub async fn wait_for_after(&self, what: &str, first: usize, wanted: impl Fn(&Asked) -> bool) -> Asked {
         self.wait_until(what, |api| {
             api.shared.lock().asked.iter().skip(first).find(|asked| wanted(asked)).cloned()
@@ -418,16 +418,16 @@ impl FakeApi {
         .await
     }
 
-    /// Waits until `look` returns a value, calling it after every change.
+    /// Waits until `query` returns a value, calling it after every change.
     ///
     /// # Panics
-    /// If `look` returns no value within [`PATIENCE`].
-    pub async fn wait_until<T>(&self, what: &str, look: impl Fn(&FakeApi) -> Option<T>) -> T {
+    /// If `query` returns no value within [`PATIENCE`].
+    pub async fn wait_until<T>(&self, what: &str, query: impl Fn(&FakeApi) -> Option<T>) -> T {
         let mut changes = self.shared.changes.subscribe();
         let found = tokio::time::timeout(PATIENCE, async {
             loop {
                 changes.mark_unchanged();
-                if let Some(found) = look(self) {
+                if let Some(found) = query(self) {
                     return found;
                 }
                 // The sender lives as long as this value.

@@ -1,6 +1,6 @@
 //! Process that listens on command: kernel tests put it into its own cgroup and network namespace, and kill
-//! it. It reads one command per line from standard input, answers each with one line, and ends at the end of
-//! its input.
+//! it. The process reads one command per line from standard input, answers each with one line, and ends at
+//! the end of its input.
 //!
 //! `listener [--cgroup DIR] [--netns FILE] [--inherited FD]`
 //! - `listen ADDRESS:PORT [reuseport] [reuseaddr] [v6only] [defer] [device=NAME] [backlog=N]` → `ok ID PORT
@@ -90,16 +90,16 @@ impl Sockets {
             }
             ["listen-bound", id] => {
                 let id: u32 = id.parse()?;
-                let socket = self.open.get(&id).context("no such socket")?;
+                let socket = self.open.get(&id).context("unknown socket")?;
                 rustix::net::listen(socket, 16)?;
                 describe(id, socket)
             }
             ["close", id] => {
-                self.open.remove(&id.parse()?).context("no such socket")?;
+                self.open.remove(&id.parse()?).context("unknown socket")?;
                 Ok(String::new())
             }
             ["shutdown", id] => {
-                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                let socket = self.open.get(&id.parse()?).context("unknown socket")?;
                 rustix::net::shutdown(socket, rustix::net::Shutdown::Read)?;
                 Ok(String::new())
             }
@@ -119,23 +119,23 @@ impl Sockets {
                 self.keep(stream)
             }
             ["send", id] => {
-                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                let socket = self.open.get(&id.parse()?).context("unknown socket")?;
                 rustix::net::send(socket, b"x", rustix::net::SendFlags::empty())?;
                 Ok(String::new())
             }
             ["accept", id] => {
-                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                let socket = self.open.get(&id.parse()?).context("unknown socket")?;
                 drop(rustix::net::accept(socket)?);
                 Ok(String::new())
             }
             ["serve", id] => {
-                let socket = self.open.get(&id.parse()?).context("no such socket")?.try_clone()?;
+                let socket = self.open.get(&id.parse()?).context("unknown socket")?.try_clone()?;
                 // Ends with the process: a blocked accept keeps the socket open.
                 std::thread::spawn(move || while rustix::net::accept(&socket).is_ok() {});
                 Ok(String::new())
             }
             ["fd", id] => {
-                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                let socket = self.open.get(&id.parse()?).context("unknown socket")?;
                 Ok(format!(" {}", socket.as_raw_fd()))
             }
             ["take", pid, fd] => {
@@ -145,7 +145,7 @@ impl Sockets {
                 self.keep(rustix::process::pidfd_getfd(process, fd.parse()?, flags)?)
             }
             ["exec", id] => {
-                let socket = self.open.remove(&id.parse()?).context("no such socket")?;
+                let socket = self.open.remove(&id.parse()?).context("unknown socket")?;
                 rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::empty())?;
                 let fd = socket.into_raw_fd().to_string();
                 Err(std::process::Command::new(std::env::current_exe()?)

@@ -5,7 +5,7 @@
 //!                          [--devices LIST] [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER]
 //!                          [--device HOST:CONTAINER] [--cdi NAME] [--env NAME]
 //!
-//! The plugin registers at `kubelet.sock` in the folder, and again whenever that socket is created anew
+//! The plugin registers at `kubelet.sock` in the folder, and again whenever that socket is created again
 //! (unless `--deaf`), like real plugins; with `--registry` it waits there until the agent finds it. Lines on
 //! standard input change its behavior from then on; it prints a line for each event to standard output.
 //!
@@ -343,7 +343,7 @@ fn obey(script: &watch::Sender<Script>, register: &mpsc::UnboundedSender<()>) {
     }
 }
 
-/// Requests a registration whenever `kubelet.sock` is created anew.
+/// Requests a registration whenever `kubelet.sock` is created again.
 fn watch_kubelet(dir: PathBuf, register: mpsc::UnboundedSender<()>) {
     let mut inotify = Inotify::init().unwrap();
     inotify.watches().add(dir, WatchMask::CREATE | WatchMask::MOVED_TO).unwrap();

@@ -124,7 +124,7 @@ fn refuse(listener: &OwnedFd, unit: &Unit, refused: &Mutex<Vec<String>>) {
                 notification.data.args.iter().map(|value| format!("{value:#x}")).collect();
             let who = std::fs::read_to_string(format!("/proc/{}/comm", notification.pid)).unwrap_or_default();
             let mut refused = refused.lock().unwrap_or_else(PoisonError::into_inner);
-            // One line for calls that are tried repeatedly.
+            // Repeated calls have a single line.
             let line = format!("{name}({}) by {}", arguments.join(", "), who.trim());
             if refused.len() < 100 && !refused.contains(&line) {
                 refused.push(line);

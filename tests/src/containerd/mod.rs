@@ -263,7 +263,7 @@ impl Containerd {
         kill_process(pid, Signal::TERM).context("cannot stop containerd")?;
         wait_for("containerd to stop", PATIENCE, || match child.0.try_wait() {
             Ok(Some(_)) => Ok(()),
-            Ok(None) => Err("it is still running".to_owned()),
+            Ok(None) => Err("still running".to_owned()),
             Err(error) => Err(error.to_string()),
         })
     }
@@ -399,7 +399,7 @@ impl Containerd {
         });
         let failure = match waited {
             Ok(Ok(())) => return Ok(()),
-            Ok(Err(status)) => format!("it ended with {status}"),
+            Ok(Err(status)) => format!("containerd exited with {status}"),
             Err(error) => format!("{error:#}"),
         };
         self.child = None;

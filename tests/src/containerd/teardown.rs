@@ -33,7 +33,7 @@ fn start_time(pid: u32) -> Option<String> {
 }
 
 /// Ends every process of the instance in `dir`, unmounts its mounts, and removes its network, its cgroups,
-/// and then the folder. Needs no cooperation of any process. Has no effect if there is no instance.
+/// and then the folder. Needs no cooperation of any process. Has no effect without an instance.
 pub fn teardown(dir: &Path) -> Result<()> {
     let names = Names::of(dir);
     end_written_down(dir)?;
@@ -202,7 +202,7 @@ pub(super) fn shims(names: &Names) -> Vec<String> {
     lines.collect()
 }
 
-/// Describes the pods and containers whose ids are in a text (a path, a command); empty if there are none.
+/// Describes the pods and containers whose ids are in a text (a path, a command); empty without any ids.
 pub(super) fn whose(dir: &Path, text: &str) -> String {
     let bundles = std::fs::read_dir(dir.join("state/io.containerd.runtime.v2.task/k8s.io"));
     let bundles = bundles.into_iter().flatten().flatten();

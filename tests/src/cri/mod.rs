@@ -1,8 +1,8 @@
 //! Scripted container runtime: CRI v1 on a unix socket, in memory, for tests of the agent without root and
 //! without containerd.
 //!
-//! It behaves like containerd (states, idempotence, error codes and texts), records every call, and fails on
-//! demand:
+//! The runtime behaves like containerd (states, idempotence, error codes and texts), records every call, and
+//! fails on demand:
 //!
 //! ```ignore
 //! let cri = FakeCri::start();

@@ -60,7 +60,7 @@ impl Script<'_> {
         self.fault(Fault::Rewrite(Arc::new(rewrite)));
     }
 
-    /// Executes the call, and answers with a message of these bytes, whatever they mean.
+    /// Executes the call, and answers with these bytes as the message, which may be invalid.
     pub fn answer_message(self, message: &[u8]) {
         let frame = framed(message);
         self.fault(Fault::Rewrite(Arc::new(move |_| frame.clone())));

@@ -491,7 +491,7 @@ impl World {
             _ if self.stops_well => 0,
             _ => TERMINATED,
         };
-        // It is not an error if the container does not exist or is not running.
+        // A container that does not exist or does not run is not an error.
         let _ = self.exit(&request.container_id, code, None);
         Ok(cri::StopContainerResponse {})
     }

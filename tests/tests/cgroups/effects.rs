@@ -1,7 +1,7 @@
 //! Effects of the values: CPU time is shared, memory is throttled and protected without kills, and nothing is
 //! left after a pod's end. The tests run on the real kernel, under a cgroup root of their own, with the
 //! machine's cgroup version.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,6 +1,6 @@
 //! The kernel's hints on memory pressure: each test lets the memory of a cgroup of its own run short, and
 //! expects the hint on the descriptor that eviction polls.
-#![allow(clippy::unwrap_used, clippy::panic)] // a helper of tests may fail as the tests may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};

@@ -1,5 +1,5 @@
 //! The tuner on the real kernel: under a cgroup root of the test's own, with the machine's cgroup version.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};

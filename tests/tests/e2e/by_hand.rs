@@ -1,7 +1,7 @@
 //! Checks that a person would do by hand: the order of a pod's containers, their ends, the published events,
 //! and a port of the machine.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::io::{BufRead as _, BufReader};
 use std::net::TcpStream;

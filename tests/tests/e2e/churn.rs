@@ -4,7 +4,7 @@
 //! `BEELET_CHURN_MINUTES` sets the duration (default: 30). `BEELET_CHURN_SEED` repeats a run: the seed is
 //! printed first.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::time::{Duration, Instant};
 

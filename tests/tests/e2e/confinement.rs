@@ -1,7 +1,7 @@
 //! Identity and rights of the processes of real pods, and their view of the machine: security contexts,
 //! namespaces, names, name resolution.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::fs;
 

@@ -1,6 +1,6 @@
 //! `beelet cp` into and out of a container, also out of a hostile one.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::fs;
 

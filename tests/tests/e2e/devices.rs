@@ -1,6 +1,6 @@
 //! Devices of real pods on a real containerd: the containers' view of them, and plugins by other authors.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};

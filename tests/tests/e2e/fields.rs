@@ -1,7 +1,7 @@
 //! Fields of a pod's spec that no other test covers, one short pod for each, on a real containerd: their
 //! effect in the runtime, or the message that refuses them.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::{fs, path::Path};
 

@@ -1,7 +1,7 @@
 //! The private containerd of the other end-to-end tests: it runs pods, survives a kill, and leaves nothing on
 //! the machine.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use anyhow::{Context as _, Result};
 use beelet_proto::cri;

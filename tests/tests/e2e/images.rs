@@ -1,7 +1,7 @@
 //! Images as files: imports without a registry, by command and from the folder next to the manifests, and
 //! exports.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::path::PathBuf;
 
@@ -82,7 +82,7 @@ fn archives_beside_the_manifests_are_imported_once_and_events_name_them() {
     let node = Node::on(containerd, |_| options);
     node.apply(&pod("early", "localhost/beelet/early:1"));
     assert_eq!(node.output("early"), "localhost/beelet/early:1\n");
-    // One archive arrives while the agent runs, and one file is not an archive.
+    // An archive arrives while the agent runs, and a file that is not an archive.
     std::fs::copy(archive("localhost/beelet/late:1"), folder.join("late.part")).unwrap();
     std::fs::rename(folder.join("late.part"), folder.join("late.tar")).unwrap();
     std::fs::write(folder.join("broken.tar"), [7; 2000]).unwrap();

@@ -1,6 +1,6 @@
 //! Hooks, deadlines, ends and events of pods on a real containerd.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use crate::node::installed;
 use beelet_tests::agent::{Agent, Control};

@@ -1,6 +1,6 @@
 //! Logs of real pods, and the `beelet` commands for pods: logs, exec, apply, delete.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::fs;
 use std::io::{Read, Write};

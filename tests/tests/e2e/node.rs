@@ -1,6 +1,6 @@
 //! A node for tests of real pods: an agent on a containerd of its own, and the output of its pods.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::path::{Path, PathBuf};
 

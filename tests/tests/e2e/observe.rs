@@ -2,7 +2,7 @@
 //! own files and changes nothing. The owner is `beelet run` on the same runtime, which to an observer is as
 //! foreign as a kubelet.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
@@ -458,7 +458,7 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     while quiet.elapsed() < QUIET {
         observer.snapshot().unwrap();
     }
-    assert_eq!(events.so_far(), told, "the runtime has something to tell");
+    assert_eq!(events.so_far(), told, "the runtime published events without a change");
     assert_eq!(world(&containerd), made);
     unchanged(containerd.cgroup(), &set);
 

@@ -1,7 +1,7 @@
 //! The agent and a kubelet: the values that both write to cgroups for the same pods, with the cgroup driver
 //! of the tests' containerd.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Static pods on a real containerd: from a manifest in the folder to a running pod in its cgroup, and
 //! changes of manifests and containers.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use crate::node::{installed, on_every_containerd};
 use beelet_tests::agent::{Agent, Control, Options};
@@ -296,7 +296,7 @@ fn a_pod_is_resized_in_place_at_every_level_of_its_cgroups() {
             wait_values(&node, &container, limited);
             wait_values(&node, &pod, limited);
             wait_values(&node, "/kubepods/burstable", Expected { shares, quota: None, memory: None });
-            // The limits that all pods share are the node's, whatever the pods request.
+            // The limits that all pods share are the node's, independent of the pods' requests.
             assert_eq!(limit(), of_node);
             let now = node.wait("web", "to report the new resources", |pod| {
                 let resizing = pod.condition("PodResizeInProgress") || pod.condition("PodResizePending");

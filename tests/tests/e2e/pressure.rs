@@ -2,7 +2,7 @@
 //! or evicted, and which images are removed. The machine itself is never in danger: the resource that runs
 //! short is the pods' own limit, in a cgroup root of the test's.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -455,7 +455,7 @@ fn a_full_image_store_is_freed_as_planned_and_what_is_in_use_stays() {
     let gone: BTreeSet<String> = before.difference(&tags(node)).cloned().collect();
     assert_eq!(removed.iter().cloned().collect::<BTreeSet<_>>(), gone);
     assert!(stored.used() <= 51, "{} % after {removed:?}", stored.used());
-    // One image less would not have been enough.
+    // The removal of one image fewer would not have been enough.
     assert!(stored.used() + 100 * 16 / 256 + 1 > 50, "{} % after {removed:?}", stored.used());
     assert!(tags(node).is_superset(&needed()), "{removed:?}");
     node.cli(&["gc", "images", "--all-unused"]);

@@ -1,6 +1,6 @@
 //! The machine reboots: no earlier container runs, and the contents of memory are lost.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Pods and their state survive the end of the agent and of containerd.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use crate::node::{as_installed, installed};
 use anyhow::Result;

@@ -2,7 +2,7 @@
 //! that are never answered. Then containerd continues. (For a containerd that is stopped, killed and
 //! restarted, see restarts.rs; for other faults around the agent, tier1/hostile/.)
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! Streams of the HTTPS server with a real container runtime: commands with their exit codes and large inputs
 //! and outputs, and forwarded ports.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};

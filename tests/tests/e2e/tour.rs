@@ -1,7 +1,7 @@
 //! docs/tour.md, command by command, as a reader would type them: each command must succeed, and its output
 //! must have each line that the page shows.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! The tuner in a real agent, over real pods: its held settings are shown, and after a kill -9 during
 //! enforcement the next start restores every setting, even with the tuner off.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::BTreeMap;
 

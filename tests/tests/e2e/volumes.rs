@@ -1,6 +1,6 @@
 //! Volumes of real pods: their contents in containers, changes, and removal.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

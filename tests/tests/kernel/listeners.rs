@@ -273,7 +273,7 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
     let edges = listener_edges(&kernel);
     process.kill();
     let mut open = model.len();
-    // The last close is awaited, whatever edges come before it.
+    // The loop waits for the last close, and accepts all edges before it.
     while open > 0 {
         if let Seen::Closed(listener, _) = place.next(&edges)
             && model.contains_key(&listener.cookie)

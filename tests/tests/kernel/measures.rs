@@ -226,7 +226,7 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
     let one = place.container("pod1/one", &[]);
     let neighbours = [place.container("pod2/one", &[]), place.container("burstable/pod3/one", &[])];
     let stranger = outside.container("daemon", &[]);
-    // One CPU is shared by the waiter, four threads of neighbours and one of the machine.
+    // The waiter, four threads of neighbours and one of the machine share one CPU.
     let mut own = one.load(Some(0));
     let mut rivals: Vec<Load> = (0..3).map(|_| neighbours[0].load(Some(0))).collect();
     rivals.push(neighbours[1].load(Some(0)));

@@ -1,7 +1,7 @@
 //! Disk usage by project, on file systems of the test's own: which files join a volume's project, and the
 //! kernel's count of them. Marks need a file system with projects; counts also need a kernel with project
 //! quotas.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::fs::File;
 use std::os::unix::fs::symlink;

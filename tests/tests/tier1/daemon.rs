@@ -48,8 +48,8 @@ impl Daemon {
         self.dir.path().join("agent/bpf")
     }
 
-    /// Applies a pod whose readiness follows a port. Returns the pod when it is ready, and when it is no
-    /// longer ready.
+    /// Applies a pod whose readiness follows a port. Returns the ready pod, and the same pod after it has
+    /// become unready.
     fn follows_a_port(&self) -> (PodView, PodView) {
         let listener = TcpListener::bind("0.0.0.0:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -112,7 +112,7 @@ fn with_bpf_turned_off_readiness_follows_by_probes_and_nothing_is_pinned() {
 }
 
 #[test]
-fn where_bpf_is_not_allowed_everything_works_by_fallback_and_the_doctor_says_so() {
+fn without_permission_for_bpf_all_fallbacks_work_and_the_doctor_names_them() {
     require!(root);
     let wrapper = |dir: &Path, options: Options| {
         let path = dir.join("beelet");
@@ -189,18 +189,18 @@ impl Manager {
 
     /// Reads until this notification. Returns the earlier ones.
     fn wait_for(&self, wanted: &str) -> Vec<String> {
-        let mut told = Vec::new();
+        let mut earlier = Vec::new();
         loop {
             let mut buffer = [0; 4096];
             let read = self.0.recv(&mut buffer);
             let length =
-                read.unwrap_or_else(|error| panic!("waited for {wanted}: {error}, received {told:?}"));
+                read.unwrap_or_else(|error| panic!("waited for {wanted}: {error}, received {earlier:?}"));
             let lines =
                 String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned).collect::<Vec<_>>();
             if lines.iter().any(|line| line == wanted) {
-                return told;
+                return earlier;
             }
-            told.extend(lines);
+            earlier.extend(lines);
         }
     }
 
@@ -219,7 +219,7 @@ impl Manager {
 }
 
 #[test]
-fn the_service_manager_is_told_that_the_agent_is_up_gets_on_and_stops() {
+fn the_service_manager_gets_ready_watchdog_and_stopping_notifications() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let manager = Manager::at(&dir.path().join("notify"));
@@ -238,7 +238,7 @@ fn the_service_manager_is_told_that_the_agent_is_up_gets_on_and_stops() {
 }
 
 #[test]
-fn the_service_manager_is_told_the_same_by_an_observer() {
+fn the_service_manager_gets_the_same_notifications_from_an_observer() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let manager = Manager::at(&dir.path().join("notify"));
@@ -268,7 +268,7 @@ fn the_service_manager_is_told_the_same_by_an_observer() {
 }
 
 #[test]
-fn where_the_runtimes_cgroup_driver_is_another_the_agent_refuses_to_start_and_says_what_to_do() {
+fn with_another_cgroup_driver_than_the_runtimes_the_agent_refuses_to_start() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let cri = FakeCri::start();

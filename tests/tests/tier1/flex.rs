@@ -43,7 +43,7 @@ fn count(dir: &Path, command: &str) -> usize {
     commands(dir).iter().filter(|one| *one == command).count()
 }
 
-/// Returns a pod with such a volume.
+/// Returns a pod with a volume of this source.
 fn with_flex(mut pod: Value, source: &Value) -> Value {
     pod["spec"]["volumes"] = json!([{"name": "data", "flexVolume": source}]);
     pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "data", "mountPath": "/data"}]);
@@ -73,7 +73,7 @@ const MOUNTS: &str = "init) echo '{\"status\": \"Success\", \"capabilities\": {\
     unmount) [ -e $(dirname $0)/locked ] && fail; umount \"$2\" || fail; ok;;";
 
 #[test]
-fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faults() {
+fn a_driver_mounts_and_unmounts_a_static_pods_volume_despite_kills_and_faults() {
     require!(root);
     let mut scene = Scene::start(|dir, options| {
         install(dir, MOUNTS);
@@ -141,7 +141,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
 }
 
 #[test]
-fn a_node_of_its_own_attaches_what_its_driver_wants_attached() {
+fn a_standalone_node_attaches_volumes_itself() {
     require!(root);
     let scene = Scene::start(|dir, options| {
         // The agent mounts the attached device for pods: the driver has neither mount nor unmount.

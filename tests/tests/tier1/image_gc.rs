@@ -45,7 +45,7 @@ struct Node {
     dir: tempfile::TempDir,
 }
 
-/// One run of the collector.
+/// Run of the collector.
 struct Life {
     gc: Handle,
     shutdown: CancellationToken,
@@ -197,7 +197,7 @@ impl Node {
 }
 
 #[tokio::test]
-async fn below_the_high_mark_nothing_goes() {
+async fn below_the_high_mark_no_image_is_removed() {
     let node = Node::new(Setup::default());
     node.images(84);
     let collected = node.gc.collect(ImageGcRequest::default()).await.unwrap();
@@ -206,7 +206,7 @@ async fn below_the_high_mark_nothing_goes() {
 }
 
 #[tokio::test]
-async fn a_run_removes_what_the_plan_says_and_ends_at_the_low_mark() {
+async fn a_run_follows_its_plan_and_ends_at_the_low_mark() {
     let node = Node::new(Setup::default());
     node.images(90);
     let sandbox = node.sandbox().await;
@@ -263,7 +263,7 @@ async fn the_daemon_and_the_policy_choose_alike() {
 }
 
 #[tokio::test]
-async fn a_run_removes_no_more_than_the_sizes_call_for_and_the_next_goes_on() {
+async fn a_run_removes_only_the_computed_size_and_the_next_run_continues() {
     // Nine tenths of each image are layers that other images share.
     let node = Node::new(Setup { shared: |size| size / 10, high: 8, low: 5, ..Setup::default() });
     node.images(90);
@@ -373,7 +373,7 @@ async fn ages_survive_a_restart_and_young_images_stay() {
 
 /// As in the kubelet's own test: a restart must not remove images that were in use just before.
 #[tokio::test]
-async fn after_a_restart_no_image_goes_for_its_age_before_that_age_has_passed() {
+async fn after_a_restart_no_image_is_removed_for_its_age_too_early() {
     let max_age = Duration::from_secs(2);
     let mut started = Instant::now();
     let mut node = Node::new(Setup { max_age, ..Setup::default() });
@@ -435,7 +435,7 @@ async fn a_store_without_capacity_and_one_that_can_not_be_freed_are_events() {
 /// The decisive race: containers start from old and new images while unused ones are removed as fast as
 /// possible.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
+async fn in_ten_thousand_starts_no_image_is_removed_before_its_container_exists() {
     const STARTS: usize = 10_000;
     const WORKERS: usize = 8;
     const IMAGES: usize = 12;

@@ -83,7 +83,7 @@ impl Watched {
         let seen = tokio::time::timeout(PATIENCE, receiver.wait_for(|desired| wanted(desired))).await;
         match seen {
             Ok(Ok(desired)) => Arc::clone(&desired),
-            _ => panic!("waited for {what}; there is {:#?}", summary(&self.now())),
+            _ => panic!("waited for {what}; last state: {:#?}", summary(&self.now())),
         }
     }
 
@@ -127,7 +127,7 @@ fn uid(desired: &Desired, name: &str) -> String {
 }
 
 #[tokio::test]
-async fn what_is_there_at_the_start_is_there_at_once() {
+async fn manifests_that_exist_at_the_start_are_published_at_once() {
     let watched =
         Watched::with(&[("a.yaml", &pod("a")), ("b.json", "{\"apiVersion\": \"v1\""), ("c", &pod("c"))])
             .await;
@@ -140,7 +140,7 @@ async fn what_is_there_at_the_start_is_there_at_once() {
 }
 
 #[tokio::test]
-async fn a_manifest_comes_changes_and_goes() {
+async fn a_manifest_is_added_changed_and_removed() {
     let watched = Watched::with(&[]).await;
     watched.write("a.yaml", &pod("a"));
     let first = uid(&*watched.until_pods(&["a"]).await, "a");
@@ -218,7 +218,7 @@ async fn a_file_that_was_half_written_at_the_start_is_read_again() {
 }
 
 #[tokio::test]
-async fn hidden_files_editors_leftovers_and_folders_are_no_manifests() {
+async fn hidden_files_editors_leftovers_and_folders_are_ignored() {
     let watched = Watched::with(&[(".hidden.yaml", &pod("hidden")), ("a.yaml~", &pod("old"))]).await;
     fs::create_dir(watched.path("folder.yaml")).unwrap();
     fs::create_dir(watched.path("..data")).unwrap();
@@ -246,7 +246,7 @@ async fn links_are_followed() {
 }
 
 #[tokio::test]
-async fn what_is_no_regular_file_or_too_large_is_rejected() {
+async fn irregular_and_too_large_files_are_rejected() {
     let watched = Watched::with(&[]).await;
     rustix::fs::mknodat(
         rustix::fs::CWD,
@@ -273,7 +273,7 @@ async fn a_manifest_of_ten_thousand_lines_is_a_pod() {
 }
 
 #[tokio::test]
-async fn a_copy_is_rejected_and_takes_over_when_the_original_goes() {
+async fn a_copy_is_rejected_and_takes_over_when_the_original_is_removed() {
     let watched = Watched::with(&[("b.yaml", &pod("web"))]).await;
     let before = watched.now();
     watched.write("a.yaml", &pod("web"));
@@ -290,7 +290,7 @@ async fn a_copy_is_rejected_and_takes_over_when_the_original_goes() {
 }
 
 #[tokio::test]
-async fn a_folder_that_is_not_there_is_reported_and_waited_for() {
+async fn a_missing_folder_is_reported_and_watched_for() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("a/b/manifests");
     let watched = Watched::start(root, dir.clone(), NEVER).await;
@@ -311,7 +311,7 @@ async fn a_folder_that_is_not_there_is_reported_and_waited_for() {
 }
 
 #[tokio::test]
-async fn a_folder_that_is_moved_away_takes_its_pods_along_and_brings_them_back() {
+async fn a_folder_that_is_moved_away_removes_its_pods_and_returns_with_them() {
     let watched = Watched::with(&[("a.yaml", &pod("a"))]).await;
     let away = watched.dir.with_file_name("away");
     fs::rename(&watched.dir, &away).unwrap();
@@ -324,7 +324,7 @@ async fn a_folder_that_is_moved_away_takes_its_pods_along_and_brings_them_back()
 }
 
 #[tokio::test]
-async fn a_folder_that_is_deleted_and_made_again_is_watched_again() {
+async fn a_folder_that_is_deleted_and_created_again_is_watched_again() {
     let watched = Watched::with(&[("a.yaml", &pod("a"))]).await;
     for round in ["b", "c", "d"] {
         fs::remove_dir_all(&watched.dir).unwrap();
@@ -389,7 +389,7 @@ async fn nothing_is_missed_when_the_kernels_queue_overflows() {
 }
 
 #[tokio::test]
-async fn the_periodic_check_finds_what_no_event_told() {
+async fn the_periodic_check_finds_changes_without_events() {
     let (root, dir) = Watched::folder();
     fs::create_dir(&dir).unwrap();
     let target = root.path().join("target.yaml");
@@ -403,7 +403,7 @@ async fn the_periodic_check_finds_what_no_event_told() {
 }
 
 #[tokio::test]
-async fn an_unchanged_folder_wakes_nobody() {
+async fn an_unchanged_folder_causes_no_update() {
     let (root, dir) = Watched::folder();
     fs::create_dir(&dir).unwrap();
     fs::write(dir.join("a.yaml"), pod("a")).unwrap();

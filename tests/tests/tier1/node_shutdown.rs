@@ -91,7 +91,7 @@ fn reason(pod: &PodView) -> &str {
 }
 
 #[test]
-fn the_machine_goes_down_once_all_pods_are_gone_by_priority_and_nobody_new_comes() {
+fn the_machine_shuts_down_after_all_pods_have_ended_by_priority_and_no_new_pod_starts() {
     require!(root, dbus_daemon);
     let machine = Machine::start();
     machine.apply("web", 0);
@@ -137,7 +137,7 @@ fn the_machine_goes_down_once_all_pods_are_gone_by_priority_and_nobody_new_comes
 }
 
 #[test]
-fn static_pods_run_again_when_the_machine_stays_after_all_and_when_it_comes_up_again() {
+fn static_pods_run_again_after_a_cancelled_shutdown_and_after_a_boot() {
     require!(root, dbus_daemon);
     let mut machine = Machine::start();
     machine.apply("web", 0);

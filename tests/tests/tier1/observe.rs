@@ -1,7 +1,7 @@
 //! The observer against a runtime in memory: its calls, its view for clients, and its actions if they are
 //! permitted.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use std::collections::HashMap;
 use std::io::Write as _;
@@ -162,7 +162,7 @@ fn remove(cri: &FakeCri, pod: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_observer_shows_foreign_pods_and_asks_for_lists_and_statuses_alone() {
+async fn an_observer_shows_foreign_pods_and_calls_only_lists_and_statuses() {
     let cri = FakeCri::start();
     cri.change(|world| world.streams_events = true);
     add(&cri, "web", true);
@@ -202,7 +202,7 @@ const MAY_ASK_OF_IMAGES: [Op; 5] =
     [Op::Status, Op::ListImages, Op::ImageStatus, Op::ImageFsInfo, Op::RemoveImage];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_it_is_allowed_unused_images_go_and_nothing_else_is_asked_for() {
+async fn with_permission_unused_images_are_removed_without_other_calls() {
     let cri = FakeCri::start();
     let [unused, used, pinned] = ["unused", "used", "pinned"].map(|name| cri.add_image(name));
     add(&cri, "web", true);
@@ -355,7 +355,7 @@ async fn tuner(node: &Node, what: &str, so: impl Fn(&api::TunerStatus) -> bool) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_at_stop_and_after_kill() {
+async fn with_permission_the_hog_is_capped_and_the_owners_value_is_restored_at_stop_and_after_kill() {
     require!(root, psi);
     let owned = Owned::new();
     let owners = read(&owned.cap());
@@ -394,7 +394,7 @@ async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_a
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_owner_overwrites_is_the_owners_from_then_on() {
+async fn the_tuner_gives_way_to_a_value_that_the_owner_overwrites() {
     require!(root, psi);
     let owned = Owned::new();
     let node = owned.observer(TunerMode::Enforce);
@@ -469,7 +469,7 @@ impl Top {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn top_ends_well_and_gives_the_terminal_back_however_it_is_ended() {
+async fn top_restores_the_terminal_after_every_kind_of_end() {
     require!(root);
     if requires::find_program("script").is_none() {
         let (what, remedy) = ("script(1) is not installed", "install util-linux (bsdutils)");

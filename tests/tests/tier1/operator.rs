@@ -25,13 +25,13 @@ struct Node {
 
 /// Output and exit code of a command.
 #[derive(Debug)]
-struct Said {
+struct Outcome {
     code: Option<i32>,
     out: String,
     err: String,
 }
 
-impl From<Output> for Said {
+impl From<Output> for Outcome {
     fn from(output: Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
         Self { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
@@ -54,12 +54,12 @@ impl Node {
         Self { agent, cri, _cgroup: cgroup, dir }
     }
 
-    fn run(&self, arguments: &[&str]) -> Said {
+    fn run(&self, arguments: &[&str]) -> Outcome {
         self.agent.cli(arguments).output().unwrap().into()
     }
 
     /// Runs a command with standard input.
-    fn feed(&self, arguments: &[&str], input: &str) -> Said {
+    fn feed(&self, arguments: &[&str], input: &str) -> Outcome {
         let mut command = self.agent.cli(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -80,7 +80,7 @@ impl Node {
     }
 }
 
-impl Said {
+impl Outcome {
     fn well(self) -> Self {
         assert_eq!(self.code, Some(0), "{}{}", self.out, self.err);
         self
@@ -94,7 +94,7 @@ fn pod(name: &str, app: &str) -> Value {
 }
 
 #[test]
-fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
+fn a_dry_run_matches_the_later_apply_which_keeps_comments() {
     require!(root);
     let node = Node::start();
     let mut wrong = pod("wrong", "shop");
@@ -119,24 +119,24 @@ fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
     assert!(dry.err.contains("rejected by the node: wrong.yaml: spec.priorityClassName"), "{}", dry.err);
     assert!(!node.manifest("web.yaml").exists());
     let real = node.run(&["apply", "-f", &file]);
-    let said = "pod/web created\npod/wrong created, but rejected\n";
-    assert_eq!((real.code, real.out.as_str()), (Some(1), said));
+    let printed = "pod/web created\npod/wrong created, but rejected\n";
+    assert_eq!((real.code, real.out.as_str()), (Some(1), printed));
     assert_eq!(real.err.lines().take(2).collect::<Vec<_>>(), dry.err.lines().take(2).collect::<Vec<_>>());
     assert_eq!(fs::read_to_string(node.manifest("web.yaml")).unwrap(), web);
 }
 
 #[test]
-fn everything_that_is_wrong_in_a_folder_is_told_in_one_run() {
+fn one_run_reports_all_errors_in_a_folder() {
     require!(root);
     let node = Node::start();
     node.file("shop/a.yaml", "kind: [");
     node.file("shop/b.yaml", &format!("{:#}\n---\nkind: Pot\napiVersion: v1\n", pod("b", "shop")));
     node.file("shop/c.json", "{\"kind\": \"Pod\"}");
     let folder = node.dir.path().join("shop");
-    let said = node.run(&["apply", "-f", folder.to_str().unwrap()]);
-    assert_eq!(said.code, Some(2));
+    let outcome = node.run(&["apply", "-f", folder.to_str().unwrap()]);
+    assert_eq!(outcome.code, Some(2));
     for part in ["a.yaml:1:", "b.yaml:24:7: kind: \"Pot\"", "c.json:1:"] {
-        assert!(said.err.contains(part), "{part}: {}", said.err);
+        assert!(outcome.err.contains(part), "{part}: {}", outcome.err);
     }
     assert_eq!(fs::read_dir(node.agent.manifests()).unwrap().count(), 0);
 }
@@ -148,13 +148,13 @@ fn a_list_from_standard_input_is_applied_diffed_pruned_and_deleted() {
     let map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf", "labels": {"app": "shop"}}, "data": {"a": "b"}});
     let list = |items: &[&Value]| json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string();
     let (one, two) = (pod("one", "shop"), pod("two", "shop"));
-    let said = node.feed(&["apply", "--wait", "-f", "-"], &list(&[&map, &one, &two])).well();
+    let outcome = node.feed(&["apply", "--wait", "-f", "-"], &list(&[&map, &one, &two])).well();
     assert!(
-        said.out.starts_with("configmap/conf created\npod/one created\npod/two created\n"),
+        outcome.out.starts_with("configmap/conf created\npod/one created\npod/two created\n"),
         "{}",
-        said.out
+        outcome.out
     );
-    assert!(said.out.contains("pod default/one-testnode is ready"), "{}", said.out);
+    assert!(outcome.out.contains("pod default/one-testnode is ready"), "{}", outcome.out);
     let table = node.run(&["get", "configmaps"]).well();
     assert!(table.out.contains("conf") && table.out.contains("configmap.conf.yaml"), "{}", table.out);
     let mut changed = one.clone();
@@ -164,40 +164,40 @@ fn a_list_from_standard_input_is_applied_diffed_pruned_and_deleted() {
     assert_eq!(diff.code, Some(1), "{}", diff.err);
     assert!(diff.out.contains("\n+      \"tier\": \"front\"\n"), "{}", diff.out);
     let prune = ["apply", "--prune", "-l", "app=shop", "-f", "-"];
-    let said = node.feed(&prune, &list(&[&map, &one])).well();
-    assert_eq!(said.out, "configmap/conf unchanged\npod/one unchanged\npod/two-testnode pruned\n");
+    let outcome = node.feed(&prune, &list(&[&map, &one])).well();
+    assert_eq!(outcome.out, "configmap/conf unchanged\npod/one unchanged\npod/two-testnode pruned\n");
     node.run(&["wait", "two", "--for=deleted", "--timeout=60s"]).well();
-    let names = |said: &Said| said.out.lines().skip(1).count();
+    let names = |outcome: &Outcome| outcome.out.lines().skip(1).count();
     assert_eq!(names(&node.run(&["get", "pods", "one", "-l", "app=shop"]).well()), 1);
-    let said = node.feed(&["delete", "-f", "-"], &list(&[&map, &one])).well();
+    let outcome = node.feed(&["delete", "-f", "-"], &list(&[&map, &one])).well();
     assert!(
-        said.out.contains("configmap/conf deleted") && said.out.contains("pod/one-testnode deleted"),
+        outcome.out.contains("configmap/conf deleted") && outcome.out.contains("pod/one-testnode deleted"),
         "{}",
-        said.out
+        outcome.out
     );
     assert_eq!(names(&node.run(&["get", "pods"]).well()), 0);
     assert_eq!(fs::read_dir(node.agent.manifests()).unwrap().count(), 0);
 }
 
 #[test]
-fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_while_it_is_stopped() {
+fn a_pod_that_the_runtime_cannot_stop_shows_the_reason_and_is_hidden_by_force() {
     require!(root);
     let node = Node::start();
     let file = node.file("web.json", &pod("web", "shop").to_string());
     node.run(&["apply", "--wait", "-f", &file]).well();
     let why = "cannot signal container in state created";
     node.cri.on(Op::StopPodSandbox).always().fail(tonic::Code::Unknown, why);
-    let said = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
-    assert_eq!((said.code, said.out.as_str()), (Some(1), ""), "{}", said.err);
-    let waiting = said
+    let outcome = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
+    assert_eq!((outcome.code, outcome.out.as_str()), (Some(1), ""), "{}", outcome.err);
+    let waiting = outcome
         .err
         .lines()
         .find(|line| line.starts_with("waiting: pod default/web-testnode: error killing pod: "));
-    assert!(waiting.is_some_and(|line| line.contains(why)), "{}", said.err);
+    assert!(waiting.is_some_and(|line| line.contains(why)), "{}", outcome.err);
     assert!(
-        said.err.contains("error: not deleted within 15 s: pod default/web-testnode: error killing"),
+        outcome.err.contains("error: not deleted within 15 s: pod default/web-testnode: error killing"),
         "{}",
-        said.err
+        outcome.err
     );
     for shown in [
         node.run(&["get", "pods", "-o", "wide"]).well().out,
@@ -227,7 +227,7 @@ fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_wh
 }
 
 #[test]
-fn a_selector_chooses_what_is_deleted_and_a_map_in_use_is_told() {
+fn a_selector_limits_a_deletion_and_a_map_in_use_is_reported() {
     require!(root);
     let node = Node::start();
     let map =
@@ -236,35 +236,47 @@ fn a_selector_chooses_what_is_deleted_and_a_map_in_use_is_told() {
     user["spec"]["containers"][0]["envFrom"] = json!([{"configMapRef": {"name": "conf"}}]);
     let all = format!("{map}\n---\n{user}\n---\n{}\n", pod("other", "door"));
     node.feed(&["apply", "--wait=running", "-f", "-"], &all).well();
-    let said = node.run(&["delete", "configmap", "conf"]).well();
-    assert!(said.err.contains("in use: default/user-testnode cannot be started without it"), "{}", said.err);
-    let said = node.run(&["delete", "pods", "-l", "app=shop", "--timeout", "1m"]).well();
-    assert!(said.out.contains("pod/user-testnode deleted") && !said.out.contains("other"), "{}", said.out);
-    let said = node.run(&["delete", "pods", "--all"]).well();
-    assert!(said.out.contains("pod/other-testnode deleted"), "{}", said.out);
-    let said = node.run(&["delete", "pod", "other"]);
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("no manifest describes the Pod default/other"), "{}", said.err);
+    let outcome = node.run(&["delete", "configmap", "conf"]).well();
+    assert!(
+        outcome.err.contains("in use: default/user-testnode cannot be started without it"),
+        "{}",
+        outcome.err
+    );
+    let outcome = node.run(&["delete", "pods", "-l", "app=shop", "--timeout", "1m"]).well();
+    assert!(
+        outcome.out.contains("pod/user-testnode deleted") && !outcome.out.contains("other"),
+        "{}",
+        outcome.out
+    );
+    let outcome = node.run(&["delete", "pods", "--all"]).well();
+    assert!(outcome.out.contains("pod/other-testnode deleted"), "{}", outcome.out);
+    let outcome = node.run(&["delete", "pod", "other"]);
+    assert_eq!(outcome.code, Some(1));
+    assert!(outcome.err.contains("no manifest describes the Pod default/other"), "{}", outcome.err);
 }
 
 #[test]
-fn apply_says_what_became_of_the_pod() {
+fn apply_reports_the_pods_outcome() {
     require!(root);
     let node = Node::start();
     let large = manifests::with_resources(pod("large", "shop"), ("900", ""), ("", ""));
-    let said = node.feed(&["apply", "-f", "-"], &large.to_string()).well();
-    assert_eq!(said.out, "pod/large created\n");
-    assert!(said.err.contains("pod default/large-testnode: OutOfcpu: "), "{}", said.err);
-    let said = node.feed(&["apply", "--wait", "--timeout=5m", "-f", "-"], &large.to_string());
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("will not be ready: pod default/large-testnode: OutOfcpu"), "{}", said.err);
+    let outcome = node.feed(&["apply", "-f", "-"], &large.to_string()).well();
+    assert_eq!(outcome.out, "pod/large created\n");
+    assert!(outcome.err.contains("pod default/large-testnode: OutOfcpu: "), "{}", outcome.err);
+    let outcome = node.feed(&["apply", "--wait", "--timeout=5m", "-f", "-"], &large.to_string());
+    assert_eq!(outcome.code, Some(1));
+    assert!(
+        outcome.err.contains("will not be ready: pod default/large-testnode: OutOfcpu"),
+        "{}",
+        outcome.err
+    );
     let mut absent = pod("absent", "shop");
     absent["spec"]["containers"][0]["imagePullPolicy"] = "Never".into();
     absent["spec"]["containers"][0]["image"] = "example.com/none:1".into();
-    let said = node.feed(&["apply", "--wait", "--timeout=3s", "-f", "-"], &absent.to_string());
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("not ready within 3 s: pod default/absent-testnode: "), "{}", said.err);
-    assert!(said.err.contains("Never"), "{}", said.err);
+    let outcome = node.feed(&["apply", "--wait", "--timeout=3s", "-f", "-"], &absent.to_string());
+    assert_eq!(outcome.code, Some(1));
+    assert!(outcome.err.contains("not ready within 3 s: pod default/absent-testnode: "), "{}", outcome.err);
+    assert!(outcome.err.contains("Never"), "{}", outcome.err);
 }
 
 #[test]
@@ -274,8 +286,8 @@ fn a_restart_waits_for_no_back_off() {
     node.feed(&["apply", "--wait", "-f", "-"], &pod("web", "shop").to_string()).well();
     let attempt = || node.cri.container("web-testnode", "main").unwrap().attempt();
     assert_eq!(attempt(), 0);
-    let said = node.run(&["restart", "web"]).well();
-    assert_eq!(said.out, "container main of pod default/web-testnode restarted\n");
+    let outcome = node.run(&["restart", "web"]).well();
+    assert_eq!(outcome.out, "container main of pod default/web-testnode restarted\n");
     assert_eq!(attempt(), 1);
     let events = node.run(&["events", "--for", "web-testnode"]).well().out;
     assert!(events.contains("Container main is restarted on request"), "{events}");
@@ -292,18 +304,18 @@ fn a_restart_waits_for_no_back_off() {
         node.run(&["restart", "web", "-c", "main", "--timeout", "60s"]).well();
         assert_eq!(attempt(), before + 1);
     }
-    let said = node.run(&["restart", "web", "-c", "none"]);
-    assert!(said.err.contains("has no container \"none\"; it has main"), "{}", said.err);
+    let outcome = node.run(&["restart", "web", "-c", "none"]);
+    assert!(outcome.err.contains("has no container \"none\"; it has main"), "{}", outcome.err);
     let mut job = pod("job", "shop");
     job["spec"]["restartPolicy"] = "Never".into();
     node.feed(&["apply", "--wait=running", "-f", "-"], &job.to_string()).well();
-    let said = node.run(&["restart", "job"]);
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("delete the pod and apply its manifest again"), "{}", said.err);
+    let outcome = node.run(&["restart", "job"]);
+    assert_eq!(outcome.code, Some(1));
+    assert!(outcome.err.contains("delete the pod and apply its manifest again"), "{}", outcome.err);
 }
 
 #[test]
-fn images_show_whose_they_are_and_one_in_use_is_kept() {
+fn images_show_their_users_and_an_image_in_use_is_kept() {
     require!(root);
     let node = Node::start();
     let other = "example.com/other:1";
@@ -313,28 +325,28 @@ fn images_show_whose_they_are_and_one_in_use_is_kept() {
     let mut absent = pod("absent", "shop");
     absent["spec"]["containers"][0]["image"] = "example.com/none:1".into();
     node.feed(&["apply", "-f", "-"], &absent.to_string()).well();
-    let said = node.run(&["images", "ls"]).well();
-    let of = |name: &str| said.out.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
-    assert!(of(images::APP).ends_with("default/web-testnode"), "{}", said.out);
-    assert!(of(other).ends_with("<none>"), "{}", said.out);
+    let outcome = node.run(&["images", "ls"]).well();
+    let of = |name: &str| outcome.out.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
+    assert!(of(images::APP).ends_with("default/web-testnode"), "{}", outcome.out);
+    assert!(of(other).ends_with("<none>"), "{}", outcome.out);
     assert!(
-        said.err.contains("missing: example.com/none:1 (used by default/absent-testnode)"),
+        outcome.err.contains("missing: example.com/none:1 (used by default/absent-testnode)"),
         "{}",
-        said.err
+        outcome.err
     );
-    let said = node.run(&["images", "rm", images::APP]);
-    assert!(said.err.contains("is in use by default/web-testnode"), "{}", said.err);
+    let outcome = node.run(&["images", "rm", images::APP]);
+    assert!(outcome.err.contains("is in use by default/web-testnode"), "{}", outcome.err);
     node.run(&["images", "rm", other]).well();
     assert!(node.run(&["images", "rm", other]).err.contains("not found; `beelet images ls`"));
     node.run(&["images", "pull", "example.com/more:1"]).well();
-    let said = node.run(&["get", "images", "-o", "json"]).well();
-    let value: Value = serde_json::from_str(&said.out).unwrap();
+    let outcome = node.run(&["get", "images", "-o", "json"]).well();
+    let value: Value = serde_json::from_str(&outcome.out).unwrap();
     assert_eq!(value["missing"][0]["name"], "example.com/none:1");
-    assert!(said.out.contains("example.com/more:1") && !said.out.contains(other), "{}", said.out);
+    assert!(outcome.out.contains("example.com/more:1") && !outcome.out.contains(other), "{}", outcome.out);
 }
 
 #[test]
-fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
+fn every_command_shows_why_a_pod_does_not_start() {
     require!(root);
     let node = Node::start();
     let mut absent = pod("absent", "shop");
@@ -343,16 +355,16 @@ fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
     let large = manifests::with_resources(pod("large", "shop"), ("900", ""), ("", ""));
     node.feed(&["apply", "-f", "-"], &format!("{absent}\n---\n{large}")).well();
     let why = "ErrImageNeverPull: image example.com/none:1 is not";
-    let said = node.run(&["restart", "absent", "--timeout", "2s"]);
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains(&format!("container main is waiting: {why}")), "{}", said.err);
+    let outcome = node.run(&["restart", "absent", "--timeout", "2s"]);
+    assert_eq!(outcome.code, Some(1));
+    assert!(outcome.err.contains(&format!("container main is waiting: {why}")), "{}", outcome.err);
     let top = node.run(&["top", "--once"]).well().out;
     let of = |name: &str| top.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
     assert!(of("absent-testnode").contains(&format!("container main: {why}")), "{top}");
     assert!(of("large-testnode").contains("OutOfcpu: Pod was rejected: Node didn't have enough"), "{top}");
-    let said = node.run(&["logs", "large"]);
+    let outcome = node.run(&["logs", "large"]);
     let refused = "container main of default/large-testnode was never started: OutOfcpu";
-    assert!(said.err.contains(refused), "{}", said.err);
+    assert!(outcome.err.contains(refused), "{}", outcome.err);
     assert!(
         node.run(&["logs", "-f", "large"]).err.contains(refused),
         "logs -f waited for a pod that never starts"
@@ -370,7 +382,7 @@ fn write_log(node: &Node, pod: &str, container: &str, lines: &[&str]) {
 }
 
 #[test]
-fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
+fn logs_of_several_containers_and_pods_are_printed_with_their_names() {
     require!(root);
     let node = Node::start();
     let mut web = pod("web", "shop");
@@ -384,8 +396,8 @@ fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
     write_log(&node, "db", "main", &(1..=12).map(|_| "row").collect::<Vec<_>>());
     write_log(&node, "other", "main", &["none of these"]);
     let check = |arguments: &[&str], expected: &str| {
-        let said = node.run(&[&["logs"][..], arguments].concat()).well();
-        assert_eq!((said.out.as_str(), said.err.as_str()), (expected, ""), "{arguments:?}");
+        let outcome = node.run(&[&["logs"][..], arguments].concat()).well();
+        assert_eq!((outcome.out.as_str(), outcome.err.as_str()), (expected, ""), "{arguments:?}");
     };
     check(&["web", "--all-containers"], "one\ntwo\nthree\n");
     let (main, side) = ("[pod/web-testnode/main] ", "[pod/web-testnode/side] ");
@@ -401,14 +413,14 @@ fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
             fs::remove_dir_all(entry.join("main")).unwrap();
         }
     }
-    let said = node.run(&["logs", "-l", "app=shop"]);
-    assert_eq!((said.code, said.out.as_str()), (Some(1), "one\ntwo\n"));
+    let outcome = node.run(&["logs", "-l", "app=shop"]);
+    assert_eq!((outcome.code, outcome.out.as_str()), (Some(1), "one\ntwo\n"));
     assert!(
-        said.err.contains("default/db-testnode: the agent: the logs of main no longer exist"),
+        outcome.err.contains("default/db-testnode: the agent: the logs of main no longer exist"),
         "{}",
-        said.err
+        outcome.err
     );
-    assert!(said.err.contains("1 of 2 logs are incomplete"), "{}", said.err);
+    assert!(outcome.err.contains("1 of 2 logs are incomplete"), "{}", outcome.err);
     let none = node.run(&["logs", "-l", "app=none"]);
     assert!(none.code == Some(1) && none.err.contains("no pod matches the selector"), "{}", none.err);
 }
@@ -423,10 +435,10 @@ fn a_config_map_is_described_with_the_pods_that_use_it() {
     web["spec"]["containers"][0]["envFrom"] = json!([{"configMapRef": {"name": "conf"}}]);
     node.feed(&["apply", "--wait", "-f", "-"], &format!("{map}\n---\n{web}")).well();
     for name in [&["configmap", "conf"][..], &["cm/conf"]] {
-        let said = node.run(&[&["describe"][..], name].concat()).well().out;
-        assert!(said.contains("default/web-testnode") && said.contains("a:\n----\nb\n"), "{said}");
+        let outcome = node.run(&[&["describe"][..], name].concat()).well().out;
+        assert!(outcome.contains("default/web-testnode") && outcome.contains("a:\n----\nb\n"), "{outcome}");
     }
-    let said = node.run(&["describe", "secret", "conf"]);
-    assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("secret \"conf\" not found"), "{}", said.err);
+    let outcome = node.run(&["describe", "secret", "conf"]);
+    assert_eq!(outcome.code, Some(1));
+    assert!(outcome.err.contains("secret \"conf\" not found"), "{}", outcome.err);
 }

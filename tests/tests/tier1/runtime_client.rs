@@ -47,7 +47,7 @@ fn container_config(name: &str) -> cri::ContainerConfig {
 }
 
 #[tokio::test]
-async fn a_pod_lives_and_dies_through_the_door() {
+async fn a_pod_is_created_and_removed_through_the_client() {
     let cri = FakeCri::start();
     cri.add_to_registry("busybox:1.36");
     let runtime = client(&cri);
@@ -90,7 +90,7 @@ async fn a_pod_lives_and_dies_through_the_door() {
 }
 
 #[tokio::test]
-async fn a_verbose_status_carries_what_the_runtime_knows_besides() {
+async fn a_verbose_status_carries_the_runtimes_info() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     let id = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap();
@@ -101,7 +101,7 @@ async fn a_verbose_status_carries_what_the_runtime_knows_besides() {
 }
 
 #[tokio::test]
-async fn a_runtime_without_runtime_config_is_no_error() {
+async fn a_runtime_without_runtime_config_is_accepted() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     assert_eq!(runtime.runtime_config().await.unwrap(), None);
@@ -167,7 +167,7 @@ async fn a_runtime_that_restarts_is_found_again_at_the_next_call() {
 }
 
 #[tokio::test]
-async fn a_restarted_runtime_is_back_without_a_pause_however_long_it_was_away() {
+async fn a_restarted_runtime_is_used_at_once_after_any_downtime() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     runtime.version().await.unwrap();
@@ -180,7 +180,7 @@ async fn a_restarted_runtime_is_back_without_a_pause_however_long_it_was_away() 
 }
 
 #[tokio::test]
-async fn a_look_is_repeated_when_the_connection_breaks_under_it() {
+async fn a_read_is_repeated_when_its_connection_breaks() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     cri.on(Op::ListContainers).break_connections();
@@ -227,7 +227,7 @@ async fn a_call_that_hangs_ends_at_its_deadline_and_is_cancelled_in_the_runtime(
 }
 
 #[tokio::test]
-async fn other_calls_go_on_while_one_hangs() {
+async fn other_calls_continue_while_one_hangs() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     let held = cri.on(Op::Status).hold();
@@ -279,7 +279,7 @@ async fn each_call_carries_its_deadline() {
 }
 
 #[tokio::test]
-async fn no_time_is_longer_than_what_a_runtime_counts() {
+async fn no_timeout_exceeds_the_runtimes_maximum() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     // The results don't matter here: the requests do.
@@ -305,7 +305,7 @@ async fn no_time_is_longer_than_what_a_runtime_counts() {
 }
 
 #[tokio::test]
-async fn waiting_for_the_runtime_ends_as_soon_as_it_is_there() {
+async fn waiting_for_the_runtime_ends_when_it_answers() {
     let cri = FakeCri::absent();
     let runtime = client(&cri);
     let cancel = CancellationToken::new();
@@ -322,7 +322,7 @@ async fn waiting_for_the_runtime_ends_as_soon_as_it_is_there() {
 }
 
 #[tokio::test]
-async fn waiting_for_the_runtime_can_be_given_up() {
+async fn waiting_for_the_runtime_can_be_cancelled() {
     let cri = FakeCri::absent();
     let cancel = CancellationToken::new();
     let runtime = client(&cri);
@@ -355,7 +355,7 @@ async fn answers_larger_than_four_mebibytes_are_read() {
 }
 
 #[tokio::test]
-async fn images_may_have_a_socket_of_their_own() {
+async fn images_may_have_their_own_socket() {
     let (calls, images) = (FakeCri::start(), FakeCri::start());
     let runtime = client(&calls).with_image_endpoint(&images.endpoint()).unwrap();
     images.add_image("busybox:1.36");

@@ -224,7 +224,7 @@ fn free_address() -> SocketAddr {
 }
 
 #[tokio::test]
-async fn who_asks_and_what_they_may_decides_at_every_page() {
+async fn every_page_requires_authentication_and_authorization() {
     let scene = Scene::with(&[], |_| {}).await;
     let other = Authority::new("others").unwrap();
     let identified = |identity| Client { identity: Some(identity), ..scene.nobody() };
@@ -278,7 +278,7 @@ async fn metrics_servers_own_request_is_answered_as_its_decoder_needs_it() {
     let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
     let page = answer(&bytes);
     assert_eq!(page.status, 200, "{page:?}");
-    // metrics-server parses the text format, whatever the header says, and would decompress compressed
+    // metrics-server parses the text format independent of the header, and would decompress compressed
     // content.
     assert!(page.head.contains("content-type: text/plain; version=0.0.4"), "{}", page.head);
     assert!(!page.head.contains("content-encoding"), "{}", page.head);
@@ -292,7 +292,7 @@ async fn metrics_servers_own_request_is_answered_as_its_decoder_needs_it() {
 }
 
 #[tokio::test]
-async fn anonymity_is_somebody_only_where_the_configuration_says_so() {
+async fn anonymous_clients_are_admitted_only_if_configured() {
     let scene = Scene::with(&[pod("web")], |server| {
         server.anonymous = true;
         server.authorization = beelet_config::Authorization::AlwaysAllow;
@@ -308,7 +308,7 @@ async fn anonymity_is_somebody_only_where_the_configuration_says_so() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_is_replaced_is_served_from_then_on() {
+async fn a_replaced_certificate_is_served() {
     let files: [PathBuf; 2] = {
         let folder = tempfile::tempdir().unwrap().keep();
         [folder.join("server.crt"), folder.join("server.key")]
@@ -588,7 +588,7 @@ async fn the_end_of_a_log_never_comes_together_with_its_last_lines() {
 }
 
 #[tokio::test]
-async fn the_configuration_in_effect_and_what_runs_are_pages() {
+async fn pages_show_the_effective_configuration_and_running_pods() {
     let scene = Scene::with(&[pod("web")], |_| {}).await;
     scene.node.until_ready("web").await;
     let admin = scene.admin();
@@ -607,7 +607,7 @@ async fn the_configuration_in_effect_and_what_runs_are_pages() {
 }
 
 #[tokio::test]
-async fn what_is_switched_off_is_not_allowed() {
+async fn disabled_endpoints_are_not_allowed() {
     let scene = Scene::with(&[], |server| server.debugging_handlers = false).await;
     let admin = scene.admin();
     for path in
@@ -652,7 +652,7 @@ const ENDPOINTS: &[(&str, &str)] = &[
 ];
 
 #[tokio::test]
-async fn every_endpoint_refuses_every_client_that_may_not() {
+async fn every_endpoint_refuses_unauthorized_clients() {
     let scene = Scene::with(&[pod("web")], |_| {}).await;
     scene.node.until_ready("web").await;
     let other = Authority::new("others").unwrap();
@@ -693,7 +693,7 @@ async fn every_endpoint_refuses_every_client_that_may_not() {
 }
 
 #[tokio::test]
-async fn keys_are_made_in_the_folder_that_is_named_for_them() {
+async fn keys_are_created_in_the_configured_folder() {
     let folder = tempfile::tempdir().unwrap();
     let mut node = Node::new(Settings::default());
     let (config, _) = Config::with_defaults().unwrap();
@@ -713,7 +713,7 @@ async fn keys_are_made_in_the_folder_that_is_named_for_them() {
 }
 
 #[tokio::test]
-async fn the_level_of_the_log_is_set_by_a_number_alone() {
+async fn only_a_number_sets_the_log_level() {
     let scene = Scene::with(&[], |_| {}).await;
     let admin = scene.admin();
     let put = async |body: &str| {
@@ -743,7 +743,7 @@ async fn ping(stream: &mut TlsStream<TcpStream>) -> String {
 }
 
 #[tokio::test]
-async fn clients_that_are_refused_lock_nobody_out() {
+async fn refused_clients_lock_no_other_client_out() {
     let scene = Scene::with(&[], |_| {}).await;
     let mut kept = scene.admin().connect().await.unwrap();
     assert_eq!(ping(&mut kept).await, "ok");
@@ -786,7 +786,7 @@ async fn clients_that_are_refused_lock_nobody_out() {
 }
 
 #[tokio::test]
-async fn many_clients_that_say_nothing_hold_nobody_up() {
+async fn many_silent_clients_delay_no_other_client() {
     let scene = Scene::with(&[], |_| {}).await;
     // The clients exceed the server's limit: the oldest connections are closed.
     let mut silent = Vec::new();
@@ -810,7 +810,7 @@ async fn many_clients_that_say_nothing_hold_nobody_up() {
 }
 
 #[tokio::test]
-async fn upgrades_that_are_never_used_are_bounded_and_leave_the_pages_alone() {
+async fn unused_upgrades_are_bounded_and_do_not_affect_pages() {
     let scene = Scene::with(&[pod("web")], |server| {
         server.stream_idle_timeout = std::time::Duration::from_millis(500);
     })
@@ -844,7 +844,7 @@ async fn a_client_that_never_ends_its_head_is_cut_off() {
 }
 
 #[tokio::test]
-async fn logs_of_services_are_asked_for_by_harmless_names_alone() {
+async fn service_logs_accept_only_harmless_names() {
     let scene = Scene::with(&[], |server| server.log_query = true).await;
     let admin = scene.admin();
     for hostile in ["--file", "a%20b", "a%3Breboot", "$(reboot)", "a%0Ab", "%20", "a&query=%2Fb"] {

@@ -39,7 +39,7 @@ impl TraceService for Collector {
     }
 }
 
-/// Starts a collector on a port of its own.
+/// Starts a collector on a separate port.
 fn collect() -> (Collector, SocketAddr) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
@@ -59,7 +59,7 @@ const RUN: &str = "runtime.v1.RuntimeService/RunPodSandbox";
 const START: &str = "runtime.v1.RuntimeService/StartContainer";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_collector_gets_the_spans_of_a_pods_way_below_one_another() {
+async fn a_collector_gets_the_nested_spans_of_a_pods_start() {
     require!(root);
     let (collector, address) = collect();
     let scene = Scene::start(|_, options| {
@@ -129,7 +129,7 @@ fn without_tracing_no_call_has_a_span() {
 }
 
 #[test]
-fn a_collector_that_is_away_is_told_once_and_holds_nothing_up() {
+fn an_absent_collector_is_reported_once_and_delays_nothing() {
     require!(root);
     let [port] = ports::free().unwrap();
     let scene = Scene::start(|_, options| {

@@ -1,12 +1,12 @@
-//! Durable state on a full disk.
-#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+//! Test of durable state on a full disk.
+#![allow(clippy::unwrap_used)] // a failure in a helper fails the test
 
 use beelet_state::{Loaded, State, StateError};
 use beelet_tests::guards::Mount;
 use beelet_tests::require;
 
 #[test]
-fn a_full_disk_is_said_so_and_keeps_the_former_record() {
+fn a_full_disk_is_reported_and_the_former_record_stays() {
     require!(root);
     let dir = tempfile::TempDir::new().unwrap();
     let disk = Mount::tmpfs(&dir.path().join("disk"), 64 << 10).unwrap();

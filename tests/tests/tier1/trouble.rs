@@ -81,7 +81,7 @@ impl Daemon {
 // ---- Parts ----
 
 #[test]
-fn a_part_that_panics_ends_the_agent_with_its_name_and_its_words() {
+fn a_part_that_panics_ends_the_agent_with_its_name_and_message() {
     require!(root);
     let parts = [
         "relist",
@@ -105,13 +105,13 @@ fn a_part_that_panics_ends_the_agent_with_its_name_and_its_words() {
         let status = daemon.agent.wait_for_exit().unwrap();
         let log = daemon.agent.log();
         assert_eq!(status.code(), Some(1), "{part}:\n{log}");
-        let said = format!("part {part:?} panicked: BEELET_PANIC has its name");
-        assert!(log.contains(&said), "{part}:\n{log}");
+        let message = format!("part {part:?} panicked: BEELET_PANIC has its name");
+        assert!(log.contains(&message), "{part}:\n{log}");
     }
 }
 
 #[test]
-fn pods_go_on_while_the_agent_ends_for_a_part_and_the_next_start_has_them() {
+fn pods_survive_a_panic_of_the_agent_and_the_next_agent_adopts_them() {
     require!(root);
     let mut daemon = Daemon::with_a_pod(|_, options| options);
     daemon.agent.terminate().unwrap();
@@ -134,7 +134,7 @@ fn pods_go_on_while_the_agent_ends_for_a_part_and_the_next_start_has_them() {
 }
 
 #[test]
-fn an_observers_part_that_panics_ends_it_with_its_name_and_its_words() {
+fn an_observers_part_that_panics_ends_it_with_its_name_and_message() {
     require!(root);
     for part in ["sampling", "gRPC server", "HTTP server", "service manager"] {
         let cri = FakeCri::start();
@@ -152,27 +152,27 @@ fn an_observers_part_that_panics_ends_it_with_its_name_and_its_words() {
 // ---- The runtime ----
 
 #[test]
-fn a_runtime_that_dies_is_told_everywhere_and_all_recovers_by_itself() {
+fn a_runtime_that_dies_is_reported_everywhere_and_the_node_recovers() {
     require!(root);
     let daemon = Daemon::with_a_pod(|_, options| options);
     daemon.cri.crash();
-    is_told_everywhere(&daemon);
+    is_reported_everywhere(&daemon);
     daemon.cri.come_back();
     all_recovers(&daemon);
 }
 
 #[test]
-fn a_runtime_that_hangs_is_told_everywhere_and_all_recovers_by_itself() {
+fn a_runtime_that_hangs_is_reported_everywhere_and_the_node_recovers() {
     require!(root);
     let daemon = Daemon::with_a_pod(|_, options| options);
     let held = daemon.cri.on_any().always().hold();
-    is_told_everywhere(&daemon);
+    is_reported_everywhere(&daemon);
     daemon.cri.heal();
     held.release();
     all_recovers(&daemon);
 }
 
-fn is_told_everywhere(daemon: &Daemon) {
+fn is_reported_everywhere(daemon: &Daemon) {
     let silent = format!("the container runtime at {} has not answered since", daemon.cri.endpoint());
     // A new pod waits, and so does a delete command.
     daemon.agent.apply("late.yaml", manifests::pod("late", &["/bin/testapp"]).to_string()).unwrap();
@@ -194,12 +194,12 @@ fn is_told_everywhere(daemon: &Daemon) {
         let (output, text) = daemon.beelet(arguments);
         assert!(output.status.success() && text.contains("late") && text.contains(&silent), "{text}");
     }
-    let said = says(deleting, &silent);
-    assert!(said.starts_with("waiting: "), "{said}");
+    let text = first_line_with(deleting, &silent);
+    assert!(text.starts_with("waiting: "), "{text}");
 }
 
 /// Returns the first line of a process's standard error that has these words.
-fn says(mut process: Process, words: &str) -> String {
+fn first_line_with(mut process: Process, words: &str) -> String {
     use std::io::{BufRead as _, BufReader};
     let lines = BufReader::new(process.0.stderr.take().unwrap()).lines();
     lines.map_while(Result::ok).find(|line| line.contains(words)).unwrap_or_default()
@@ -217,7 +217,7 @@ fn all_recovers(daemon: &Daemon) {
 }
 
 #[test]
-fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so() {
+fn the_list_reports_that_running_pods_are_unknown_before_the_runtime_answers() {
     require!(root);
     let mut daemon = Daemon::spawn(|_, options| options);
     daemon.cri.crash();
@@ -233,7 +233,7 @@ fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so()
         .spawn()
         .unwrap();
     let _running = Process(child);
-    let said = || {
+    let reported = || {
         let (output, text) = daemon.beelet(&["get", "pods"]);
         if text.contains("running pods are not known yet") && text.contains("has not answered yet") {
             assert!(!output.status.success());
@@ -242,13 +242,13 @@ fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so()
             Err(text)
         }
     };
-    wait_for("a list that reports missing knowledge", PATIENCE, said).unwrap();
+    wait_for("a list that reports missing knowledge", PATIENCE, reported).unwrap();
 }
 
 // ---- Starting ----
 
 #[test]
-fn a_cgroup_root_that_is_not_there_is_refused_and_not_made() {
+fn a_missing_cgroup_root_is_refused_and_not_created() {
     require!(root);
     let name = workdir::unique("bt-nosuchroot");
     let mut daemon = Daemon::spawn(|_, options| options.kubelet("cgroupRoot", format!("/{name}")));
@@ -271,8 +271,8 @@ fn an_observer_and_an_agent_share_a_node_but_no_socket() {
         .arg(daemon.agent.socket())
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("another process serves"), "{said}");
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("another process serves"), "{text}");
     let socket = dir.path().join("own.sock");
     let mut command = observer(&daemon.cri, dir.path(), &["--bpf", "off", "--listen", "off"]);
     let _observing = Process(command.arg("--socket").arg(&socket).spawn().unwrap());
@@ -319,18 +319,18 @@ fn promtool_takes_every_page_and_the_alert_rules() {
         let mut check = check.spawn().unwrap();
         check.stdin.take().unwrap().write_all(body.as_bytes()).unwrap();
         let output = check.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
+        let text = String::from_utf8_lossy(&output.stderr);
         // Exit code 3: promtool has read all lines, and reports those with style problems. The kubelet's
         // names are exempt.
-        assert!(matches!(output.status.code(), Some(0 | 3)), "{page}: {said}");
-        let about_ours: Vec<_> = said.lines().filter(|line| line.starts_with("beelet_")).collect();
+        assert!(matches!(output.status.code(), Some(0 | 3)), "{page}: {text}");
+        let about_ours: Vec<_> = text.lines().filter(|line| line.starts_with("beelet_")).collect();
         assert!(about_ours.is_empty(), "{page}: {about_ours:#?}");
     }
     let folder = workdir::repository().join("packaging/prometheus");
     for arguments in [["check", "rules", "beelet.rules.yaml"], ["test", "rules", "beelet.rules.test.yaml"]] {
         let output = Command::new(&promtool).args(arguments).current_dir(&folder).output().unwrap();
-        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-        assert!(output.status.success(), "{arguments:?}: {said}");
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {text}");
     }
 }
 
@@ -355,7 +355,7 @@ fn wait(child: &mut Child) -> ExitStatus {
 }
 
 #[test]
-fn however_often_an_observer_is_told_to_end_it_leaves_no_kernel_programs_behind() {
+fn an_observer_leaves_no_kernel_programs_behind_after_repeated_signals() {
     require!(bpf);
     let dir = tempfile::tempdir().unwrap();
     let bpffs = Mount::bpffs(&dir.path().join("bpf")).unwrap();
@@ -386,7 +386,7 @@ fn however_often_an_observer_is_told_to_end_it_leaves_no_kernel_programs_behind(
 }
 
 #[test]
-fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
+fn while_pods_stop_with_the_agent_it_requests_more_time_from_the_service_manager() {
     require!(root);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("notify");
@@ -398,13 +398,14 @@ fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
     });
     let held = daemon.cri.on(Op::StopContainer).hold();
     kill_process(daemon.pid(), Signal::TERM).unwrap();
-    let mut told = Vec::new();
-    while !told.iter().any(|line: &String| line.starts_with("EXTEND_TIMEOUT_USEC=")) {
+    let mut received = Vec::new();
+    while !received.iter().any(|line: &String| line.starts_with("EXTEND_TIMEOUT_USEC=")) {
         let mut buffer = [0; 4096];
-        let length = manager.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: received {told:?}"));
-        told.extend(String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned));
+        let length =
+            manager.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: received {received:?}"));
+        received.extend(String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned));
     }
-    assert!(told.contains(&"STOPPING=1".to_owned()), "{told:?}");
+    assert!(received.contains(&"STOPPING=1".to_owned()), "{received:?}");
     held.release();
     assert!(daemon.agent.wait_for_exit().unwrap().success());
 }

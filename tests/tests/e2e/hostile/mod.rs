@@ -5,7 +5,7 @@
 //!
 //! Cases that take minutes are smaller by default, and whole with `cargo xtask test --long`.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 mod floods;
 mod frozen;

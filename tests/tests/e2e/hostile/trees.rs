@@ -13,8 +13,8 @@ use crate::node::Node;
 const IN_MEMORY: Duration = Duration::from_micros(50);
 const ON_DISK: Duration = Duration::from_micros(400);
 
-/// Starts a node whose pods' folder is in memory: a disk's speed in removing a hundred thousand folders is no
-/// measure of the agent.
+/// Starts a node whose pods' folder is in memory: the removal of a hundred thousand folders from a disk would
+/// measure the disk, not the agent.
 fn in_memory() -> Scene {
     Scene::on(Node::start(|options| {
         let pods = options.manifests().with_file_name("pods");

@@ -1,7 +1,7 @@
 //! Tests of a cluster's node: `beelet run --kubeconfig`, started as on a node, on a fake runtime, with a
 //! fake API server that fails on demand. Tests with a real API server: e2e/cluster.rs.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 mod autonomy;
 mod away;

@@ -32,7 +32,7 @@ enum Step {
     Gone,
 }
 
-/// Options of an agent that is stopped at the end of each such call.
+/// Returns options of an agent that is stopped at the end of each of these calls.
 fn traced(dir: &Path, options: Options, calls: &str) -> Options {
     let trace = dir.join("trace");
     // The flag `--seccomp-bpf` is left out: with it, strace 6.1 stops each thread only once.

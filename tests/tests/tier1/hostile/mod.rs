@@ -6,7 +6,7 @@
 //! Tests with a real containerd: e2e/runtime_away.rs. Single failing calls: pods/every_call.rs. Kills between
 //! two calls: pods/kills.rs, and during a write of the device checkpoint: pods/device_kills.rs.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 mod author;
 mod clock;

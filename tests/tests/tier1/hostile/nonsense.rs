@@ -301,7 +301,7 @@ fn a_message_of_sixteen_megabytes_is_read() {
     require!(root);
     let (scene, sandbox) = with_a_pod();
     let first = scene.cri.calls().len();
-    // One label, or many labels, fill the message almost to the limit.
+    // The labels, a single one or many, fill the message almost to the limit.
     scene.cri.on(Op::ListContainers).always().alter(|answer: &mut cri::ListContainersResponse| {
         let fill = "x".repeat(MAX_MESSAGE - 100_000);
         let odd = cri::Container { labels: HashMap::from([(fill, String::new())]), ..foreign(0) };
@@ -455,7 +455,7 @@ fn wrong_missing_and_duplicate_identifiers_are_harmless() {
     // The agent acted on wrong data; now it observes the true state.
     for name in ["web", "new"] {
         scene.until_ready(name);
-        scene.poll_until("one container per pod", || {
+        scene.poll_until("a single container", || {
             let running = scene.containers(name).matches('+').count();
             if running == 1 { Ok(()) } else { Err(scene.containers(name)) }
         });

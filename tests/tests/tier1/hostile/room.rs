@@ -84,7 +84,7 @@ fn fills_and_frees(folder: &str, lack: Lack, reports: &[&str]) {
     scene.until_ready("old");
     let filler = Filler::fill(mount.as_ref().unwrap().path(), lack);
 
-    // One pod is added, one exits, one is removed.
+    // Add a pod, crash another, and remove a third.
     scene.apply(&with_volumes("late"));
     scene.exit("web", 1);
     scene.remove("old");

@@ -18,9 +18,9 @@ impl Node {
     fn until_shown(&self, words: &[&str]) -> String {
         workdir::wait_for(&format!("the pod to be shown as {words:?}"), workdir::PATIENCE, || {
             // An agent that has just started knows no pods yet.
-            let said = self.run(&["get", "pods", "-o", "wide"]);
-            let line = said.out.lines().find(|line| line.contains(WEB)).unwrap_or_default().to_owned();
-            if words.iter().all(|word| line.contains(word)) { Ok(line) } else { Err(format!("{said:?}")) }
+            let outcome = self.run(&["get", "pods", "-o", "wide"]);
+            let line = outcome.out.lines().find(|line| line.contains(WEB)).unwrap_or_default().to_owned();
+            if words.iter().all(|word| line.contains(word)) { Ok(line) } else { Err(format!("{outcome:?}")) }
         })
         .unwrap()
     }
@@ -36,7 +36,7 @@ impl Node {
 }
 
 #[test]
-fn what_is_deleted_in_haste_and_applied_again_runs_as_a_new_pod() {
+fn a_pod_deleted_by_force_and_applied_again_runs_as_a_new_pod() {
     require!(root);
     let node = Node::start();
     let file = node.file("web.json", &pod("web", "shop").to_string());
@@ -70,13 +70,13 @@ fn check_that_it_waits_in_view(next: &Value) {
     node.cri.on(Op::StopPodSandbox).always().fail(tonic::Code::Unknown, REFUSES);
     node.run(&["delete", "pod", "web", "--force"]).well();
     let file = node.file("next.json", &next.to_string());
-    let said = node.run(&["apply", "--wait", "--timeout", "3s", "-f", &file]);
+    let outcome = node.run(&["apply", "--wait", "--timeout", "3s", "-f", &file]);
     let waits = "waiting for the force-deleted pod of the same name: ";
     assert!(
-        said.err.contains("not ready within 3 s") && said.err.contains(waits),
+        outcome.err.contains("not ready within 3 s") && outcome.err.contains(waits),
         "{}{}",
-        said.out,
-        said.err
+        outcome.out,
+        outcome.err
     );
     let words = ["0/1", "Pending", waits, REFUSES];
     node.until_shown(&words);
@@ -96,19 +96,19 @@ fn check_that_it_waits_in_view(next: &Value) {
 }
 
 #[test]
-fn the_same_pod_that_waits_for_one_deleted_by_force_is_shown_and_says_so() {
+fn the_same_pod_shows_that_it_waits_for_a_pod_deleted_by_force() {
     require!(root);
     check_that_it_waits_in_view(&pod("web", "shop"));
 }
 
 #[test]
-fn another_pod_that_waits_for_one_deleted_by_force_is_shown_and_says_so() {
+fn another_pod_shows_that_it_waits_for_a_pod_deleted_by_force() {
     require!(root);
     check_that_it_waits_in_view(&pod("web", "door"));
 }
 
 #[test]
-fn a_deletion_that_the_agent_did_not_live_to_finish_is_finished_before_the_pod_runs_again() {
+fn a_deletion_interrupted_by_a_kill_is_completed_before_the_pod_runs_again() {
     require!(root);
     let mut node = Node::start();
     let file = node.file("web.json", &pod("web", "shop").to_string());
@@ -126,7 +126,7 @@ fn a_deletion_that_the_agent_did_not_live_to_finish_is_finished_before_the_pod_r
 }
 
 #[test]
-fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
+fn a_second_delete_waits_like_the_first_and_may_shorten_the_grace_period() {
     require!(root);
     let node = Node::start();
     let file = node.file("web.json", &pod("web", "shop").to_string());
@@ -135,18 +135,22 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
     node.run(&["delete", "pod", "web", "--no-wait", "--grace-period", "500"]).well();
     node.until_shown(&["Terminating"]);
     let grace = || {
-        let said = node.run(&["get", "pods", "web", "-o", "json"]).well().out;
-        let said: Value = serde_json::from_str(&said).unwrap();
-        let pod = said["items"].get(0).unwrap_or(&said);
+        let outcome = node.run(&["get", "pods", "web", "-o", "json"]).well().out;
+        let outcome: Value = serde_json::from_str(&outcome).unwrap();
+        let pod = outcome["items"].get(0).unwrap_or(&outcome);
         pod["metadata"]["deletionGracePeriodSeconds"].as_u64().unwrap()
     };
     assert_eq!(grace(), 500, "a longer grace period was not accepted");
-    let said = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
-    assert_eq!((said.code, said.out.as_str()), (Some(1), ""), "{}", said.err);
+    let outcome = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
+    assert_eq!((outcome.code, outcome.out.as_str()), (Some(1), ""), "{}", outcome.err);
     let waiting =
         |line: &String| line.starts_with("waiting: pod default/web-testnode: ") && line.contains(REFUSES);
-    assert!(said.err.lines().map(str::to_owned).any(|line| waiting(&line)), "{}", said.err);
-    assert!(said.err.contains("error: not deleted within 15 s: pod default/web-testnode: "), "{}", said.err);
+    assert!(outcome.err.lines().map(str::to_owned).any(|line| waiting(&line)), "{}", outcome.err);
+    assert!(
+        outcome.err.contains("error: not deleted within 15 s: pod default/web-testnode: "),
+        "{}",
+        outcome.err
+    );
     assert_eq!(grace(), 500);
     for (asked, expected) in [("7", 7), ("100", 7)] {
         node.run(&["delete", "pod", "web", "--no-wait", "--grace-period", asked]).well();
@@ -159,33 +163,33 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
     // The pod's whole name works too; its manifest is applied again once the pod is removed.
     let mut waits = node.agent.cli(&["delete", "pod", WEB]);
     let mut waits = waits.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let told = BufReader::new(waits.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let lines = BufReader::new(waits.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert!(
-        told.into_iter().any(|line| waiting(&line)),
+        lines.into_iter().any(|line| waiting(&line)),
         "the command ended without naming the cause of its wait"
     );
     node.cri.heal();
-    let said = Said::from(waits.wait_with_output().unwrap()).well();
-    assert_eq!(said.out, "pod/web-testnode deleted (manifest already removed)\n");
+    let outcome = Outcome::from(waits.wait_with_output().unwrap()).well();
+    assert_eq!(outcome.out, "pod/web-testnode deleted (manifest already removed)\n");
     assert!(node.run(&["delete", "pod", "web"]).err.contains("no manifest describes the Pod"));
 }
 
 #[test]
-fn the_wait_for_a_runtime_that_hangs_ends_with_what_is_being_done() {
+fn the_wait_for_a_runtime_that_hangs_ends_with_the_current_operation() {
     require!(root);
     let node = Node::start();
     let file = node.file("web.json", &pod("web", "shop").to_string());
     node.run(&["apply", "--wait", "-f", &file]).well();
     let held = node.cri.on(Op::StopPodSandbox).always().hold();
-    let said = node.run(&["delete", "pod", "web", "--timeout", "4s"]);
+    let outcome = node.run(&["delete", "pod", "web", "--timeout", "4s"]);
     let end =
         "error: not deleted within 4 s: pod default/web-testnode: is terminating; its grace period ends at ";
-    assert!(said.code == Some(1) && said.err.contains(end), "{}", said.err);
+    assert!(outcome.code == Some(1) && outcome.err.contains(end), "{}", outcome.err);
     held.release();
 }
 
 #[test]
-fn the_first_manifest_makes_the_folder_of_manifests() {
+fn the_first_manifest_creates_the_manifest_folder() {
     require!(root);
     use std::os::unix::fs::PermissionsExt as _;
     let node = Node::start();
@@ -200,11 +204,11 @@ fn the_first_manifest_makes_the_folder_of_manifests() {
 }
 
 #[test]
-fn a_new_configuration_says_how_this_machine_is_checked_against_it() {
+fn config_init_names_the_command_that_checks_the_machine() {
     require!(root);
     let node = Node::start();
     let path = node.dir.path().join("new.yaml");
     let path = path.to_str().unwrap();
-    let said = node.run(&["config", "init", path]).well();
-    assert!(said.out.contains(&format!("`beelet doctor --config {path}`")), "{}", said.out);
+    let outcome = node.run(&["config", "init", path]).well();
+    assert!(outcome.out.contains(&format!("`beelet doctor --config {path}`")), "{}", outcome.out);
 }

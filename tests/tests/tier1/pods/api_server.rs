@@ -238,7 +238,7 @@ async fn a_pod_waits_for_its_config_map_and_gets_its_changes() {
     until_file(&file, "1").await;
     cluster.api.put(MAP, json!({"data": {"a": "2"}}));
     until_file(&file, "2").await;
-    // One watch delivers all changes.
+    // A single watch delivers all changes.
     let asked = |verb| cluster.api.count(verb, "/api/v1/namespaces/default/configmaps");
     assert_eq!((asked(Verb::Watch), asked(Verb::List)), (1, 0), "{}", cluster.api.transcript());
     cluster.stop().await;

@@ -537,7 +537,7 @@ async fn a_plugin_that_hangs_delays_only_pods_that_request_its_devices() {
     hangs.run("allocate hang").unwrap();
     node.apply(&pod_wanting("stuck", 1));
     assert_eq!(hangs.hear("allocate").unwrap(), "a");
-    // One more pod for the same plugin, one for both plugins, one for the other plugin.
+    // Three more pods: for the same plugin, for both plugins, for the other plugin.
     node.apply(&pod_wanting("behind", 1));
     let both = json!([wanting("main", 1), wanting_of(OTHER, "second", 1)]);
     node.apply(&with(pod("both"), "containers", both));

@@ -198,7 +198,7 @@ async fn up(op: Op, fault: Fault) -> Node {
     assert_eq!(node.cri.world().sandboxes.len(), 1, "{case}");
     assert!(pod.restarts().values().all(|count| *count == 0), "{case}");
     if fault == Fault::Slow {
-        // One sandbox and four containers are created and started: slow calls are not repeated.
+        // The agent creates and starts one sandbox and four containers: slow calls are not repeated.
         assert_eq!(node.done(&CHANGES), 9, "{case}");
     }
     node

@@ -101,7 +101,7 @@ async fn the_runtimes_events_are_followed() {
         until_restarted(&node, round).await;
     }
     assert_eq!(node.cri.count(Op::CreateContainer), 6, "{}", node.cri.transcript());
-    assert_eq!(node.cri.count(Op::GetContainerEvents), 1, "one subscription is enough");
+    assert_eq!(node.cri.count(Op::GetContainerEvents), 1, "the agent must subscribe once");
 }
 
 #[tokio::test]

@@ -122,7 +122,7 @@ async fn pre_stop_hooks_run_before_the_end_and_sidecars_outlive_the_others() {
     node.until_nothing_is_left(&web).await;
     let calls = node.cri.calls();
     let place = |wanted: &dyn Fn(&Asked) -> bool| {
-        calls.iter().skip(before).position(|call| wanted(&call.asked)).expect("no such call")
+        calls.iter().skip(before).position(|call| wanted(&call.asked)).expect("the call is missing")
     };
     let runs = |word: &'static str| move |asked: &Asked| matches!(asked, Asked::ExecSync(request) if request.cmd == [word]);
     let stop = |name: &'static str| {

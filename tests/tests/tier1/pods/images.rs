@@ -74,7 +74,7 @@ async fn pods_that_want_the_same_image_share_one_pull() {
         _ => false,
     };
     let queries = async || node.cri.calls().iter().filter(|call| queried(call)).count();
-    // One query per pod, and one more before the pull.
+    // Each pod queries once, and one pod again before the pull.
     while queries().await < 4 {
         node.cri.wait_for_after("a query", node.cri.calls().len().saturating_sub(1), |_| true).await;
         tokio::task::yield_now().await;

@@ -2,7 +2,7 @@
 //! failing calls, back-off, probes, changing manifests. They need neither root, containerd nor BPF: cgroups
 //! are plain folders.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper is a failure of the test
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 mod admission;
 mod adoption;

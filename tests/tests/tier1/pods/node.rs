@@ -95,7 +95,7 @@ pub(crate) struct Node {
     dir: tempfile::TempDir,
 }
 
-/// One run of the agent.
+/// Run of the agent.
 struct Agent {
     // The agent's tasks have a runtime of their own, so that a test can drop all of them at once.
     runtime: Option<tokio::runtime::Runtime>,
@@ -361,8 +361,8 @@ impl Node {
         let keeping = &self.handles().services.metrics.qos_tree;
         // The first comparison that ends may have begun before this call.
         let wanted = keeping.syncs() + 2;
-        let look = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
-        until_seen("two comparisons of the cgroups", look).await;
+        let done = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
+        until_seen("two comparisons of the cgroups", done).await;
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {

@@ -342,7 +342,7 @@ async fn a_commands_exit_code_decides() {
     let asked = node.cri.wait_for("a probe", |call| matches!(&call.asked, Asked::ExecSync(_))).await;
     let Asked::ExecSync(request) = asked.asked else { panic!("{asked:?}") };
     assert_eq!(request.cmd, ["check", "all"]);
-    // One second, and a safety margin.
+    // The probe's second, and a safety margin.
     assert_eq!(request.timeout, 3);
     exits(&node, 0);
     node.until_ready("web").await;
