@@ -32,9 +32,9 @@ fn outcome(output: &Output) -> (Vec<String>, String, i32) {
 }
 
 fn check(input: &str, names: &[&str], errors: &str, code: i32) {
-    let (got, errors, exit) = outcome(&plan("cgroups", input));
+    let (got, printed, exit) = outcome(&plan("cgroups", input));
     assert_eq!(
-        (got.iter().map(String::as_str).collect::<Vec<_>>().as_slice(), errors.as_str(), exit),
+        (got.iter().map(String::as_str).collect::<Vec<_>>().as_slice(), printed.as_str(), exit),
         (names, errors, code),
         "{input}"
     );
