@@ -286,7 +286,7 @@ fn an_observer_and_an_agent_share_a_node_but_no_socket() {
     daemon.until_ready();
 }
 
-// ---- What others read ----
+// ---- Metrics pages ----
 
 #[test]
 fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {

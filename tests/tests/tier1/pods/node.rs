@@ -493,7 +493,7 @@ impl Node {
         format!("{pods}rejected: {:?}", table.rejected)
     }
 
-    // ---- What the runtime has ----
+    // ---- The state of the runtime ----
 
     /// Returns names and attempts of a pod's containers, in order; running ones are marked with `+`, ended
     /// ones with `-`: `init/0- main/1+`.
