@@ -483,7 +483,7 @@ mod tests {
     use crate::require;
 
     #[test]
-    fn a_cgroup_root_is_in_every_hierarchy_and_goes_with_its_processes() {
+    fn a_cgroup_root_is_in_every_hierarchy_and_kills_its_processes() {
         require!(root);
         let root = CgroupRoot::new(&workdir::unique("beelet-guard")).unwrap();
         let dirs = root.dirs();

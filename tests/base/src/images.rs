@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_file_is_no_program() {
+    fn a_text_file_is_not_a_program() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "#!/bin/sh\n").unwrap();
         assert!(is_static(file.path()).is_err());

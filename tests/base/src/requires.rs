@@ -83,7 +83,7 @@ mod tests {
     use super::skip_line;
 
     #[test]
-    fn a_reason_of_several_lines_is_told_in_one() {
+    fn a_reason_of_several_lines_becomes_one() {
         let reason = "mount(8) failed:\n       dmesg(1) may have more information.\n";
         assert_eq!(
             skip_line("quotas::xfs", reason),

@@ -39,7 +39,7 @@ fn libbpf_loads_the_object_without_knowing_its_globals() {
 }
 
 #[test]
-fn libbpf_attaches_the_programs_and_reads_what_they_write() {
+fn libbpf_attaches_the_programs_and_reads_their_maps() {
     require!(bpf);
     let place = Place::new("bk-libbpf");
     let bytes = beelet_bpf::built_in_object();

@@ -92,7 +92,7 @@ async fn a_pod_is_deleted_gracefully_and_then_for_good() {
 }
 
 #[tokio::test]
-async fn a_watch_follows_goes_on_where_it_was_and_is_told_when_it_is_too_old() {
+async fn a_watch_follows_resumes_and_ends_when_too_old() {
     let api = FakeApi::start();
     let client = client(&api);
     let version = client.get(PODS).await.unwrap()["metadata"]["resourceVersion"].as_str().unwrap().to_owned();
@@ -126,7 +126,7 @@ async fn a_watch_follows_goes_on_where_it_was_and_is_told_when_it_is_too_old() {
 }
 
 #[tokio::test]
-async fn requests_go_wrong_as_they_are_told() {
+async fn requests_fail_on_demand() {
     let api = FakeApi::start();
     let client = client(&api);
     let node = "/api/v1/nodes/n";
@@ -165,7 +165,7 @@ async fn requests_go_wrong_as_they_are_told() {
 }
 
 #[tokio::test]
-async fn it_goes_away_and_comes_back_with_what_it_had() {
+async fn a_crashed_server_returns_with_its_objects() {
     let api = FakeApi::absent();
     let client = client(&api);
     assert_eq!(client.get(PODS).await.unwrap_err().code(), None);
@@ -186,7 +186,7 @@ async fn it_goes_away_and_comes_back_with_what_it_had() {
 }
 
 #[tokio::test]
-async fn tokens_and_certificates_are_given_out() {
+async fn tokens_and_certificates_are_issued() {
     let api = FakeApi::start();
     let client = client(&api);
     let account = "/api/v1/namespaces/default/serviceaccounts/default";

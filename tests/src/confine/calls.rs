@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_allows_what_it_lists_and_what_every_program_needs() {
+    fn a_filter_allows_its_calls_and_those_of_every_program() {
         let calls = Calls::of("@mount bpf").unwrap();
         let allowed = [Sysno::bpf, Sysno::umount2, Sysno::execve];
         assert!(allowed.iter().all(|call| calls.allows(*call)));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_filter_refuses_goes_to_the_listener() {
+    fn refused_calls_reach_the_listener() {
         let mut calls = Calls::of("@system-service").unwrap();
         calls.only("socket", &[vec![(0, u32::MAX, 1)]]);
         let program = calls.program().unwrap();

@@ -304,7 +304,7 @@ mod tests {
     use super::is_logged_as_gone;
 
     #[test]
-    fn what_the_runtime_says_it_removed_is_its_own_to_clear_up() {
+    fn objects_that_the_runtime_removed_are_left_to_it() {
         let [removed, ended, runs] = ["a", "b", "c"].map(|digit| digit.repeat(64));
         let log = format!(
             "msg=\"RemovePodSandbox \\\"{removed}\\\" returns successfully\"\n\

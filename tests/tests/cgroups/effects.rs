@@ -173,7 +173,7 @@ fn only_on_v2(file: &str) -> requires::Missing {
 }
 
 #[test]
-fn a_memory_limit_below_what_is_in_use_kills_nobody_and_is_written_once_it_fits() {
+fn a_memory_limit_below_the_usage_kills_no_process_and_is_written_later() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-fits");
     let pod = "/kubepods/burstable/podfits";
@@ -197,7 +197,7 @@ fn a_memory_limit_below_what_is_in_use_kills_nobody_and_is_written_once_it_fits(
 }
 
 #[test]
-fn memory_high_throttles_and_kills_nobody() {
+fn memory_high_throttles_without_kills() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-high");
     if cgroups.version() != Version::V2 {
@@ -223,7 +223,7 @@ fn block_device() -> Option<&'static str> {
 }
 
 #[test]
-fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
+fn memory_min_protects_a_pods_page_cache_from_neighbours() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-min");
     if cgroups.version() != Version::V2 {

@@ -152,7 +152,7 @@ fn without_cap_sys_resource_the_trigger_has_the_window_that_the_kernel_wants_the
 }
 
 #[test]
-fn a_counter_of_memory_events_that_moves_is_told() {
+fn a_changed_counter_of_memory_events_is_notified() {
     require!(root);
     let pods = Pods::new("beelet-hint-events");
     if !pods.is_v2() {
@@ -168,7 +168,7 @@ fn a_counter_of_memory_events_that_moves_is_told() {
 }
 
 #[test]
-fn usage_that_crosses_a_threshold_is_told_on_version_1() {
+fn usage_over_a_threshold_is_notified_on_version_1() {
     require!(root);
     let pods = Pods::new("beelet-hint-usage");
     if pods.is_v2() {
@@ -186,7 +186,7 @@ fn usage_that_crosses_a_threshold_is_told_on_version_1() {
 }
 
 #[tokio::test]
-async fn what_the_kernel_tells_reaches_those_who_look_at_memory() {
+async fn kernel_hints_reach_the_watchers_of_memory() {
     require!(root);
     let pods = Pods::new("beelet-hint-all");
     let value = ThresholdValue::threshold("8Mi").unwrap().unwrap();

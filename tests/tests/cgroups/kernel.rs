@@ -269,7 +269,7 @@ fn foreign(file: &str, value: &str) -> Option<String> {
 }
 
 #[test]
-fn every_file_of_a_set_of_pods_holds_its_value_and_is_set_right_when_somebody_changes_it() {
+fn every_file_of_a_set_of_pods_has_its_value_also_after_foreign_changes() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-all");
     if !cgroups.controllers().contains("pids") {

@@ -232,7 +232,7 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
 }
 
 #[test]
-fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
+fn a_hog_is_idle_while_a_server_waits() {
     require!(root, psi);
     let node = Node::new("beelet-tuner-loop");
     if node.cgroups.read(BEST_EFFORT, "cpu.idle").is_none() {
@@ -280,7 +280,7 @@ fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
 }
 
 #[test]
-fn a_stop_gives_everything_back() {
+fn a_stop_restores_everything() {
     require!(root);
     let node = Node::new("beelet-tuner-stop");
     let before = node.values();
@@ -294,7 +294,7 @@ fn a_stop_gives_everything_back() {
 }
 
 #[test]
-fn a_setting_that_somebody_else_overwrote_is_left_to_them() {
+fn a_setting_that_another_process_overwrote_stays() {
     require!(root);
     let node = Node::new("beelet-tuner-yield");
     let mut engine = node.engine(TunerMode::Enforce, quick());
@@ -322,7 +322,7 @@ fn a_setting_that_somebody_else_overwrote_is_left_to_them() {
 }
 
 #[test]
-fn advice_is_given_once_and_nothing_is_written() {
+fn advice_is_published_once_and_nothing_is_written() {
     require!(root);
     let node = Node::new("beelet-tuner-advise");
     let before = node.values();

@@ -77,7 +77,7 @@ fn sidecars_are_stopped_after_the_others_and_in_reverse() {
 }
 
 #[test]
-fn a_pre_stop_command_runs_to_its_end_before_its_container_is_told_to_stop() {
+fn a_pre_stop_command_ends_before_its_container_is_stopped() {
     require!(containerd);
     let node = Node::start(|options| options);
     let mut pod = script("web", "");
@@ -116,7 +116,7 @@ fn ended(pod: &PodView) -> Option<(i32, String, i64)> {
 }
 
 #[test]
-fn a_container_above_its_memory_limit_is_restarted_and_the_kernels_numbers_are_told() {
+fn a_container_over_its_memory_limit_is_restarted_and_reported() {
     require!(containerd);
     let node = Node::start(|options| options);
     let pod = manifests::pod("hungry", &["/bin/testapp", "serve", "--control", &CONTROL.to_string()]);

@@ -125,7 +125,7 @@ fn until_gone(node: &Node, pods: usize) {
 }
 
 #[test]
-fn pods_that_come_and_go_at_random_beside_hostile_ones_leave_nothing_and_nothing_grows() {
+fn random_pods_and_hostile_ones_leave_nothing_and_nothing_grows() {
     require!(long, containerd);
     let minutes = number("BEELET_CHURN_MINUTES", 30);
     let seed = number("BEELET_CHURN_SEED", u64::from(std::process::id()));

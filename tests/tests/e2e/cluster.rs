@@ -119,7 +119,7 @@ fn the_control_plane_serves_an_admin_and_keeps_a_node_to_its_own() {
 }
 
 #[test]
-fn a_pod_of_the_api_runs_its_readiness_follows_its_listener_and_it_goes() {
+fn a_pod_of_the_api_runs_follows_its_listener_and_ends() {
     require!(containerd, bpf, apiserver);
     let scene = Scene::start();
     scene.cluster.run(NODE, &serving("web")).unwrap();
@@ -197,7 +197,7 @@ fn a_killed_agent_finds_its_pods_again_and_ends_those_that_were_deleted_meanwhil
 }
 
 #[test]
-fn a_debugger_joins_a_running_pod_beside_its_target() {
+fn a_debugger_joins_a_running_pod_and_its_target() {
     require!(containerd, bpf, apiserver);
     let scene = Scene::start();
     scene.cluster.run(NODE, &serving("web")).unwrap();
@@ -260,7 +260,7 @@ impl Scene {
 }
 
 #[test]
-fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
+fn claims_of_a_folder_and_of_a_csi_driver_are_mounted_and_unmounted() {
     use beelet_tests::csi_driver::{CsiDriver, Settings};
     require!(containerd, bpf, apiserver);
     let scene = Scene::start();
@@ -327,7 +327,7 @@ fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
 }
 
 #[test]
-fn the_devices_of_a_claim_are_in_its_container_and_given_back_before_the_pod_has_ended() {
+fn a_claims_devices_are_in_its_container_and_unprepared_before_the_pod_ends() {
     use beelet_tests::dra_driver::{DraDriver, Settings};
     require!(containerd_2, bpf, resource_claims);
     let containerd = Containerd::start_version_2_for_test().unwrap();

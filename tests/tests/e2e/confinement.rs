@@ -201,7 +201,7 @@ fn names_and_name_resolution_are_as_the_manifest_says() {
 }
 
 #[test]
-fn last_words_are_in_the_status() {
+fn the_termination_message_is_in_the_status() {
     require!(containerd);
     let node = Node::start(|options| options);
     let last_words = |name: &str| {

@@ -58,7 +58,7 @@ fn files_and_folders_are_copied_both_ways() {
 }
 
 #[test]
-fn what_a_container_sends_stays_in_the_target() {
+fn files_from_a_container_stay_in_the_target() {
     require!(containerd);
     let node = node();
     let here = node.agent.dir().join("copies");

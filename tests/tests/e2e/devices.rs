@@ -142,7 +142,7 @@ fn a_real_pod_sees_its_device_node_its_environment_and_its_mounts() {
 }
 
 #[test]
-fn a_pod_keeps_its_device_whatever_happens_to_plugin_and_agent() {
+fn a_pod_keeps_its_device_across_restarts_of_plugin_and_agent() {
     require!(containerd);
     let mut node = start();
     let plugin = sample(&node, &[]);
@@ -193,7 +193,7 @@ fn cdi_devices_of_a_plugin_are_in_the_container() {
 }
 
 #[test]
-fn killed_while_a_plugin_allocates_the_agent_gives_each_device_to_one_pod() {
+fn killed_while_a_plugin_allocates_the_agent_shares_no_device() {
     require!(containerd);
     let mut node = start();
     let mut plugin = sample(&node, &[]);
@@ -225,7 +225,7 @@ fn killed_while_a_plugin_allocates_the_agent_gives_each_device_to_one_pod() {
 }
 
 #[test]
-fn pod_resources_are_told_at_the_kubelets_socket() {
+fn pod_resources_are_served_at_the_kubelets_socket() {
     require!(containerd);
     use beelet_proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
     use beelet_proto::podresources::{

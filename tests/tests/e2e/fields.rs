@@ -117,7 +117,7 @@ impl Drop for Pages {
 }
 
 #[test]
-fn what_only_newer_runtimes_can_runs_there_or_says_why_not() {
+fn features_of_newer_runtimes_work_or_are_refused() {
     require!(containerd_2);
     let node = Node::on(Containerd::start_version_2_for_test().unwrap(), |options| options);
     let groups = script("groups", "id -G");
@@ -172,7 +172,7 @@ fn a_debugger_sees_the_processes_of_its_target() {
 }
 
 #[test]
-fn what_a_manifest_may_not_say_is_refused_with_its_line() {
+fn invalid_fields_are_refused_with_their_line() {
     require!(containerd);
     let node = Node::start(|options| options);
     let file = node.agent.dir().join("refused.yaml");

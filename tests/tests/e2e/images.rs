@@ -72,7 +72,7 @@ fn an_imported_image_runs_is_exported_and_comes_back() {
 }
 
 #[test]
-fn archives_beside_the_manifests_are_imported_once_and_events_name_them() {
+fn archives_next_to_the_manifests_are_imported_once_with_events() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
     let options = installed(&containerd);

@@ -503,7 +503,7 @@ fn a_debugger_of_kubectl_sees_the_processes_of_its_target() {
 }
 
 #[test]
-fn what_a_person_and_a_monitor_read_of_a_node_is_there() {
+fn users_and_monitors_can_read_a_node() {
     require!(containerd, bpf, apiserver, kubectl);
     let node = Member::start(|options| options);
     node.apply(script("box", "echo hello; sleep 1000"));
@@ -573,7 +573,7 @@ fn scrape(node: &Member, token: &str) -> (u16, String) {
 }
 
 #[test]
-fn metrics_server_reads_what_it_needs_by_its_token_and_nobody_else_does() {
+fn only_metrics_servers_token_reads_its_metrics() {
     require!(containerd, bpf, apiserver, kubectl);
     let node = Member::start(|options| options);
     node.apply(script("box", "sleep 1000"));

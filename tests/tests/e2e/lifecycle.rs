@@ -86,7 +86,7 @@ fn hooks_run_in_and_around_real_containers() {
 }
 
 #[test]
-fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
+fn a_pod_past_its_deadline_fails_permanently_and_releases_everything() {
     require!(containerd);
     let (containerd, mut agent) = start();
     let mut pod = manifests::pod("late", &["/bin/testapp", "pause"]);
@@ -110,7 +110,7 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
 }
 
 #[test]
-fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
+fn a_killed_container_is_restarted_and_its_end_reported() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
     let agent = Agent::start(installed(&containerd).http().unwrap()).unwrap();
@@ -171,7 +171,7 @@ fn a_rule_restarts_the_whole_pod_in_its_sandbox() {
 }
 
 #[test]
-fn a_real_container_gets_its_amounts_by_a_restart_where_its_policy_says_so() {
+fn a_real_container_is_resized_by_a_restart_if_its_policy_requires_it() {
     require!(containerd);
     let (containerd, agent) = start();
     let sized = |memory: &str| {

@@ -197,7 +197,7 @@ fn containers(containerd: &Containerd) -> String {
 }
 
 #[test]
-fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
+fn an_observer_reports_the_kernels_values_and_leaves_no_trace() {
     require!(containerd, bpf);
     let containerd = Containerd::start_for_test().unwrap();
     let owner = Agent::start(installed(&containerd)).unwrap();

@@ -104,7 +104,7 @@ fn a_pod_of_each_qos_class_runs_in_its_cgroup_with_the_kubelets_values() {
 }
 
 #[test]
-fn readiness_follows_the_listener_and_the_kernel_says_so() {
+fn readiness_follows_the_listener_by_kernel_edges() {
     require!(containerd, bpf);
     let node = Node::start(|options| options);
     node.apply(&manifests::serving("web"));
@@ -238,7 +238,7 @@ fn a_broken_manifest_is_reported_and_touches_nothing_else() {
 }
 
 #[test]
-fn a_missing_image_is_told_and_its_neighbours_run() {
+fn a_missing_image_is_reported_and_its_neighbours_run() {
     require!(containerd);
     let node = Node::start(|options| options);
     let missing =

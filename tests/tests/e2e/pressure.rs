@@ -149,7 +149,7 @@ fn memory_waits(node: &Node, described: Option<&str>) -> String {
 }
 
 #[test]
-fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
+fn a_pod_that_waits_for_memory_shows_the_growing_pod() {
     require!(containerd, bpf, psi);
     // No pod is evicted: both read more than all pods have, again and again.
     let node =
@@ -176,7 +176,7 @@ fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
 }
 
 #[test]
-fn a_memory_hog_is_evicted_before_the_kernel_kills_and_others_are_untouched() {
+fn a_memory_hog_alone_is_evicted_before_the_kernel_kills() {
     require!(containerd);
     let node = Node::start(small);
     node.apply(&manifests::with_resources(controlled("good"), ("100m", "64Mi"), ("", "")));
@@ -232,7 +232,7 @@ fn a_memory_hog_is_evicted_before_the_kernel_kills_and_others_are_untouched() {
 }
 
 #[test]
-fn a_pod_that_thrashes_at_its_own_limit_costs_nobody_anything() {
+fn a_pod_that_thrashes_at_its_own_limit_affects_no_other() {
     require!(containerd);
     let node = Node::start(small);
     node.apply(&controlled("good"));
@@ -300,7 +300,7 @@ impl Thrashed {
 }
 
 #[test]
-fn a_critical_pod_takes_the_room_of_others_even_of_one_that_ignores_sigterm() {
+fn a_critical_pod_preempts_others_even_if_one_ignores_sigterm() {
     require!(containerd);
     let cpus = std::thread::available_parallelism().unwrap().get();
     let reserved = json!({ "cpu": format!("{}m", cpus * 1000 - 900) });
@@ -432,7 +432,7 @@ fn needed() -> BTreeSet<String> {
 }
 
 #[test]
-fn a_full_image_store_is_freed_as_planned_and_what_is_in_use_stays() {
+fn a_full_image_store_is_freed_as_planned_and_used_images_stay() {
     require!(containerd);
     let stored = Stored::start(|options| {
         options
@@ -464,7 +464,7 @@ fn a_full_image_store_is_freed_as_planned_and_what_is_in_use_stays() {
 }
 
 #[test]
-fn a_short_image_disk_is_given_back_by_eviction_though_the_collectors_thresholds_are_off() {
+fn eviction_frees_the_image_disk_with_the_collectors_thresholds_off() {
     require!(containerd);
     let stored = Stored::start(|options| {
         let options = options.kubelet("imageMinimumGCAge", "1ms").kubelet("imageGCHighThresholdPercent", 100);
@@ -498,7 +498,7 @@ fn a_short_image_disk_is_given_back_by_eviction_though_the_collectors_thresholds
 }
 
 #[test]
-fn who_has_filled_the_disk_with_its_writable_layer_goes_alone() {
+fn only_the_pod_whose_writable_layer_filled_the_disk_is_evicted() {
     require!(containerd);
     let stored =
         Stored::start(|options| options.kubelet("evictionHard", json!({ "imagefs.available": "40%" })));
@@ -528,7 +528,7 @@ fn gc_age() -> Duration {
 }
 
 #[test]
-fn no_image_goes_that_a_container_is_about_to_start_from() {
+fn no_image_is_removed_that_a_container_is_about_to_use() {
     require!(containerd);
     const PODS: usize = 8;
     let node = Node::start(|options| {

@@ -110,7 +110,7 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
 }
 
 #[test]
-fn commands_are_told_apart_by_their_exit_codes() {
+fn exit_codes_distinguish_commands() {
     require!(containerd);
     let (_containerd, agent) = start();
     for (name, word) in [("good", "ok"), ("bad", "fail")] {
@@ -137,7 +137,7 @@ fn commands_are_told_apart_by_their_exit_codes() {
 }
 
 #[test]
-fn probe_ls_and_run_tell_how_the_kernel_answers() {
+fn probe_ls_and_run_show_the_kernels_answers() {
     require!(containerd);
     require!(bpf);
     let (_containerd, agent) = start();

@@ -86,7 +86,7 @@ fn adopts(containerd: &mut Containerd, agent: &mut Agent, meanwhile: impl FnOnce
 }
 
 #[test]
-fn an_agent_killed_and_started_again_adopts_what_runs() {
+fn an_agent_killed_and_started_again_adopts_its_pods() {
     require!(containerd);
     let (mut containerd, mut agent) = start();
     adopts(&mut containerd, &mut agent, |_| ());
@@ -114,7 +114,7 @@ fn a_listener_that_closed_while_the_agent_was_away_is_seen_at_its_start() {
 }
 
 #[test]
-fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
+fn leftovers_of_a_pod_from_the_agents_absence_are_removed() {
     require!(containerd);
     let (containerd, mut agent) = start();
     let mut manifest = manifests::serving("web");
@@ -153,7 +153,7 @@ fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
 }
 
 #[test]
-fn an_agent_and_a_containerd_both_killed_adopt_what_runs() {
+fn an_agent_and_a_containerd_both_killed_adopt_their_pods() {
     require!(containerd);
     let (mut containerd, mut agent) = start();
     adopts(&mut containerd, &mut agent, |containerd| {

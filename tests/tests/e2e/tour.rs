@@ -53,7 +53,7 @@ fn are_shown(shown: &[&str], said: &[&str]) -> bool {
 }
 
 #[test]
-fn every_command_of_the_tour_does_what_the_page_says() {
+fn every_command_of_the_tour_works_as_documented() {
     require!(containerd, bpf, redis);
     let containerd = Containerd::start_for_test().unwrap();
     let folder = containerd.dir().join("tour");

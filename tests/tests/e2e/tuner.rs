@@ -65,7 +65,7 @@ fn wait_until_held(node: &Node) -> Vec<Value> {
 }
 
 #[test]
-fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that_does_not_tune() {
+fn held_settings_are_shown_and_restored_after_kill_9_even_with_the_tuner_off() {
     require!(containerd, psi);
     let mut node = Node::start(|options| options.beelet("tuner", json!({ "mode": "off" })));
     let cpus = std::thread::available_parallelism().unwrap().get();

@@ -19,7 +19,7 @@ fn with_volumes(mut pod: Value, volumes: Value, mounts: Value) -> Value {
 }
 
 #[test]
-fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
+fn every_kind_of_volume_has_its_content_and_is_removed_with_its_pod() {
     require!(containerd);
     let node = Node::start(|options| options);
     let host = node.agent.dir().join("host");

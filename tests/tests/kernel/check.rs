@@ -47,7 +47,7 @@ fn end_of(connection: Socket) -> SocketAddr {
 }
 
 #[test]
-fn a_lookup_finds_what_a_connection_would_reach() {
+fn a_lookup_finds_the_listener_that_a_connection_reaches() {
     require!(bpf);
     let looking = Looking::new("bc-find");
     let mut process = looking.place.process();
@@ -268,7 +268,7 @@ fn a_namespace_has_one_number_and_our_own_needs_none() {
 }
 
 #[test]
-fn sock_diag_tells_the_same_of_queues_but_not_of_their_heads() {
+fn sock_diag_agrees_on_queues_but_has_no_heads() {
     require!(bpf);
     if !lists_sockets() {
         return;

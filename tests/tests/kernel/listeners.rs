@@ -97,7 +97,7 @@ fn one_of_two_reuseport_listeners_may_close() {
 }
 
 #[test]
-fn ipv6_listeners_answer_for_what_they_take() {
+fn ipv6_listeners_answer_for_the_addresses_they_accept() {
     require!(bpf);
     if !lists_sockets() {
         return;
@@ -244,7 +244,7 @@ fn the_end_of_a_listener_older_than_the_programs_is_reported_once_and_counted_no
 }
 
 #[test]
-fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
+fn two_hundred_random_listeners_match_the_model() {
     require!(bpf);
     let place = Place::new("bk-model");
     let kernel = place.start();
@@ -285,7 +285,7 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
 }
 
 #[test]
-fn a_subscriber_that_is_held_up_is_told_of_the_loss_and_the_maps_are_right() {
+fn a_slow_subscriber_is_notified_of_the_loss_and_the_maps_are_right() {
     require!(bpf);
     let place = Place::new("bk-lost");
     let kernel = place.start();

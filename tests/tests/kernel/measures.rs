@@ -35,7 +35,7 @@ fn run_delay(pid: u32) -> u64 {
     text.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-fn cpu_time_is_as_cpu_stat_says(seconds: u64) {
+fn cpu_time_matches_cpu_stat(seconds: u64) {
     let place = Place::new("bk-cpu");
     let kernel = place.start();
     let container = place.container("pod1/one", &[]);
@@ -59,15 +59,15 @@ fn cpu_time_is_as_cpu_stat_says(seconds: u64) {
 }
 
 #[test]
-fn time_on_the_cpu_is_as_cpu_stat_says_it() {
+fn time_on_the_cpu_matches_cpu_stat() {
     require!(bpf);
-    cpu_time_is_as_cpu_stat_says(6);
+    cpu_time_matches_cpu_stat(6);
 }
 
 #[test]
-fn time_on_the_cpu_is_as_cpu_stat_says_it_over_a_minute() {
+fn time_on_the_cpu_matches_cpu_stat_over_a_minute() {
     require!(bpf, long);
-    cpu_time_is_as_cpu_stat_says(60);
+    cpu_time_matches_cpu_stat(60);
 }
 
 /// Returns true if the kernel counts waits itself; otherwise prints that the test is skipped.
@@ -107,7 +107,7 @@ fn compared_with_schedstat(
 }
 
 /// Compares waits with the kernel's own account, on a kernel that seems to lack some fields.
-fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
+fn waiting_matches_schedstat(without: &'static [&'static str]) {
     if !has_schedstat() {
         return;
     }
@@ -133,25 +133,25 @@ fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
 }
 
 #[test]
-fn waiting_for_the_cpu_is_as_schedstat_says_it() {
+fn waiting_for_the_cpu_matches_schedstat() {
     require!(bpf);
-    waiting_is_as_schedstat_says_it(&[]);
+    waiting_matches_schedstat(&[]);
 }
 
 #[test]
 fn waiting_is_measured_from_wake_ups_where_the_kernel_does_not_count_it() {
     require!(bpf);
-    waiting_is_as_schedstat_says_it(&["OFF_TASK_RUN_DELAY"]);
+    waiting_matches_schedstat(&["OFF_TASK_RUN_DELAY"]);
 }
 
 #[test]
 fn waiting_is_measured_where_run_queues_have_no_clock_that_can_be_read() {
     require!(bpf);
-    waiting_is_as_schedstat_says_it(&["OFF_RQ_CLOCK"]);
+    waiting_matches_schedstat(&["OFF_RQ_CLOCK"]);
 }
 
 #[test]
-fn waiting_of_threads_that_are_moved_is_as_schedstat_says_it() {
+fn waiting_of_moved_threads_matches_schedstat() {
     require!(bpf);
     if !has_schedstat() {
         return;
@@ -181,7 +181,7 @@ fn waiting_of_threads_that_are_moved_is_as_schedstat_says_it() {
 }
 
 #[test]
-fn who_takes_the_cpu_away_is_told_apart() {
+fn users_of_the_cpu_are_distinguished() {
     require!(bpf);
     let place = Place::new("bk-preempt");
     let kernel = place.start();
@@ -218,7 +218,7 @@ fn held_by(waited: &WaitedFor, cgroup_id: u64) -> u64 {
 }
 
 #[test]
-fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran() {
+fn a_wait_is_attributed_in_proportion_to_the_time_that_each_ran() {
     require!(bpf);
     let place = Place::new("bk-held");
     let outside = Place::new("bk-held2");
@@ -278,7 +278,7 @@ fn threads_of_one_container_wait_for_each_other() {
 }
 
 #[test]
-fn what_is_no_pods_is_not_counted() {
+fn processes_outside_pods_are_not_counted() {
     require!(bpf);
     let place = Place::new("bk-outside");
     let outside = Place::new("bk-outside2");
@@ -316,7 +316,7 @@ fn exits_until(edges: &Edges, last: u32) -> BTreeMap<(u64, u32), Vec<(u32, u32)>
     found
 }
 
-fn every_exit_is_told_once(cgroups: usize, processes: usize) {
+fn every_exit_is_reported_once(cgroups: usize, processes: usize) {
     let place = Place::new("bk-exits");
     let kernel = place.start();
     let edges = kernel.subscribe(Interest::EXITS);
@@ -358,15 +358,15 @@ fn every_exit_is_told_once(cgroups: usize, processes: usize) {
 }
 
 #[test]
-fn every_exit_is_told_once_with_its_code_or_signal() {
+fn every_exit_is_reported_once_with_its_code_or_signal() {
     require!(bpf);
-    every_exit_is_told_once(10, 500);
+    every_exit_is_reported_once(10, 500);
 }
 
 #[test]
-fn ten_thousand_exits_in_fifty_cgroups_are_told_once_each() {
+fn ten_thousand_exits_in_fifty_cgroups_are_reported_once_each() {
     require!(bpf, long);
-    every_exit_is_told_once(50, 10_000);
+    every_exit_is_reported_once(50, 10_000);
 }
 
 /// Returns pressure thresholds of `millis` milliseconds, and zero for BestEffort.
@@ -379,7 +379,7 @@ fn touchy(millis: u64) -> PressureEdges {
 }
 
 #[test]
-fn waiting_too_long_is_told_at_most_once_a_second_and_so_is_its_end() {
+fn long_waits_and_their_ends_are_reported_at_most_once_per_second() {
     require!(bpf);
     let place = Place::new("bk-edges");
     std::fs::create_dir(place.cgroup_dir().join("besteffort")).unwrap();
@@ -433,7 +433,7 @@ fn limit_memory(place: &Place, container: &Container, bytes: u64) {
 }
 
 #[test]
-fn an_oom_kill_is_told_with_its_sizes_and_its_exit() {
+fn an_oom_kill_is_reported_with_its_sizes_and_its_exit() {
     require!(bpf);
     let place = Place::new("bk-oom");
     let kernel = place.start();
@@ -482,7 +482,7 @@ fn sparse_file(bytes: u64) -> Option<tempfile::NamedTempFile> {
 }
 
 #[test]
-fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
+fn containers_that_had_to_reclaim_memory_are_reported_with_the_pages() {
     require!(bpf);
     let Some(file) = sparse_file(1 << 30) else { return };
     let Some(small) = sparse_file(256 << 20) else { return };
@@ -517,7 +517,7 @@ fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
 }
 
 #[test]
-fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
+fn reclaim_of_a_full_cgroup_matches_memory_pressure() {
     require!(bpf, psi);
     let Some(file) = sparse_file(6 << 30) else { return };
     let place = Place::new("bk-reclaim");
@@ -565,7 +565,7 @@ fn loopback(pid: u32) -> [u64; 4] {
 }
 
 #[test]
-fn bytes_and_packets_are_as_the_interface_says_them() {
+fn bytes_and_packets_match_the_interface() {
     require!(bpf);
     let place = Place::new("bk-bytes");
     let kernel = place.start();
@@ -605,7 +605,7 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
 }
 
 #[test]
-fn bytes_are_counted_only_while_somebody_asked_for_it() {
+fn bytes_are_counted_only_on_request() {
     require!(bpf);
     let place = Place::new("bk-demand");
     let kernel = place.start();
@@ -644,7 +644,7 @@ fn retransmitted(pid: u32) -> u64 {
 }
 
 #[test]
-fn what_is_sent_again_is_counted_as_tcp_counts_it() {
+fn retransmits_are_counted_like_tcps_own() {
     require!(bpf);
     let place = Place::new("bk-again");
     let kernel = place.start();

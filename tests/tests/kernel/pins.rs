@@ -47,7 +47,7 @@ fn stranger(path: &Path) {
 }
 
 #[test]
-fn what_earlier_agents_kept_attached_to_count_bytes_is_taken_off() {
+fn byte_counters_of_earlier_agents_are_detached() {
     require!(bpf);
     let place = Place::new("bk-demand-pin");
     place.start().stop(true).unwrap();
@@ -61,7 +61,7 @@ fn what_earlier_agents_kept_attached_to_count_bytes_is_taken_off() {
 }
 
 #[test]
-fn a_restart_takes_over_what_runs_and_knows_what_happened_meanwhile() {
+fn a_restart_adopts_the_programs_and_knows_changes_in_between() {
     require!(bpf);
     let place = Place::new("bk-adopt");
     let mut process = place.process();
@@ -137,7 +137,7 @@ fn another_object_of_the_same_version_replaces_the_programs_and_keeps_the_maps()
 }
 
 #[test]
-fn a_program_that_is_not_needed_any_more_goes() {
+fn an_unneeded_program_is_removed() {
     require!(bpf);
     let place = Place::new("bk-spared");
     let folder = tempfile::tempdir().unwrap();
@@ -232,7 +232,7 @@ fn a_link_that_was_lost_is_attached_again() {
 }
 
 #[test]
-fn a_cgroup_that_was_made_anew_is_attached_to() {
+fn a_recreated_cgroup_is_attached_to() {
     require!(bpf);
     let place = Place::new("bk-cgroup");
     place.start().stop(true).unwrap();
@@ -248,7 +248,7 @@ fn a_cgroup_that_was_made_anew_is_attached_to() {
 }
 
 #[test]
-fn what_strangers_pinned_at_our_place_is_named_and_left_alone() {
+fn foreign_pins_at_the_agents_path_are_named_and_left_alone() {
     require!(bpf);
     let check = |what: &str, make: &dyn Fn(&Place), expected: &dyn Fn(&Place) -> String| {
         let place = Place::new("bk-foreign");
@@ -332,7 +332,7 @@ fn a_bpf_file_system_is_mounted_where_there_is_none_and_unmounted_again() {
 }
 
 #[test]
-fn without_a_place_for_pins_everything_works_unpinned_and_says_so() {
+fn without_a_place_for_pins_everything_works_unpinned_and_reports_it() {
     require!(bpf);
     let check = |bpffs: PathBuf, expected: &str| {
         let place = Place::new("bk-unpinned");
@@ -483,7 +483,7 @@ fn without_the_privileges_everything_falls_back_and_the_remedy_names_them() {
 }
 
 #[test]
-fn the_memory_of_each_map_is_said() {
+fn the_memory_of_each_map_is_reported() {
     require!(bpf);
     let place = Place::new("bk-memory");
     let kernel = place.start();

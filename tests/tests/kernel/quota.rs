@@ -98,7 +98,7 @@ fn fill(volume: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn all_of_a_volume_is_in_its_project_and_what_is_made_in_it_later() {
+fn a_volume_and_later_files_are_in_its_project() {
     require!(root);
     let disk = disk!(Disk::with_projects());
     let volume = &disk.volume;
@@ -152,7 +152,7 @@ fn a_project_that_a_volume_inherited_is_left_alone() {
 }
 
 #[test]
-fn the_kernel_counts_what_is_in_the_volume_as_it_comes_and_goes() {
+fn the_kernel_counts_the_volumes_files_as_they_change() {
     require!(root);
     let disk = disk!(Disk::that_counts());
     // The disk's own volume already has a project.

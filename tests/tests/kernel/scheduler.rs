@@ -145,7 +145,7 @@ fn a_latency_critical_pod_wakes_up_before_busy_best_effort_pods() {
 }
 
 #[test]
-fn best_effort_pods_get_what_is_left_and_never_nothing() {
+fn best_effort_pods_get_the_rest_and_never_nothing() {
     let Some(pods) = Pods::new() else { return };
     let (first, last) = (pods.container("podfirst/c"), pods.container("besteffort/podlast/c"));
     let scheduler = pods.start();
@@ -189,7 +189,7 @@ fn a_cpu_limit_holds_though_the_machine_is_idle() {
 }
 
 #[test]
-fn a_cpu_limit_holds_for_a_container_of_many_threads_beside_a_latency_critical_pod() {
+fn a_cpu_limit_holds_for_many_threads_with_a_latency_critical_pod() {
     const THREADS: usize = 200;
     const MILLI_CPUS: u64 = 100;
     let Some(pods) = Pods::new() else { return };
@@ -244,7 +244,7 @@ fn holder_process() {
 }
 
 #[test]
-fn a_scheduler_that_fails_is_taken_away_and_says_why() {
+fn a_scheduler_that_fails_is_unloaded_with_the_reason() {
     let Some(pods) = Pods::new() else { return };
     let scheduler = pods.start();
     // SysRq-S restores the kernel's own scheduler (Documentation/admin-guide/sysrq.rst).

@@ -239,13 +239,13 @@ fn a_stopped_reader_recovers(stopped_for: Duration) {
 }
 
 #[test]
-fn a_reader_that_was_stopped_is_told_of_what_it_lost() {
+fn a_stopped_reader_is_notified_of_its_losses() {
     require!(bpf);
     a_stopped_reader_recovers(Duration::ZERO);
 }
 
 #[test]
-fn a_reader_that_was_stopped_for_ten_seconds_is_told_of_what_it_lost() {
+fn a_reader_stopped_for_ten_seconds_is_notified_of_its_losses() {
     require!(bpf, long);
     a_stopped_reader_recovers(Duration::from_secs(10));
 }
@@ -253,7 +253,7 @@ fn a_reader_that_was_stopped_for_ten_seconds_is_told_of_what_it_lost() {
 /// The programs are replaced while processes end: an exit is reported at most once, and exactly once after
 /// the new programs count.
 #[test]
-fn exits_are_told_once_while_programs_are_replaced() {
+fn exits_are_reported_once_while_programs_are_replaced() {
     require!(bpf);
     let place = Place::new("bk-swap");
     let folder = tempfile::tempdir().unwrap();

@@ -41,7 +41,7 @@ fn a_fork_bomb_stays_within_its_pods_limit_of_processes() {
 }
 
 #[test]
-fn sixty_four_thousand_listeners_that_come_and_go_disturb_nobody() {
+fn sixty_four_thousand_short_lived_listeners_disturb_no_pod() {
     require!(containerd);
     let count = scaled("BEELET_HOSTILE_LISTENERS", 64_000, 64_000);
     let scene = Scene::start(|options| options);

@@ -21,7 +21,7 @@ fn shared() -> Node {
 }
 
 #[test]
-fn a_volume_unmounted_from_inside_goes_with_its_pod() {
+fn a_volume_unmounted_from_inside_is_removed_with_its_pod() {
     require!(containerd);
     let scene = Scene::on(shared());
     scene.node.apply(&object("ConfigMap", "colors", &json!({ "color": "red" })));
@@ -48,7 +48,7 @@ fn a_volume_unmounted_from_inside_goes_with_its_pod() {
 }
 
 #[test]
-fn what_a_container_mounted_on_the_machine_below_its_pods_folder_goes_with_its_pod() {
+fn a_containers_mounts_below_its_pods_folder_are_removed_with_the_pod() {
     require!(containerd);
     let node = shared();
     let pods = node.agent.dir().join("pods");

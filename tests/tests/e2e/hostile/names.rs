@@ -9,7 +9,7 @@ use super::scene::{Allowance, Scene, hostile, with_volumes};
 use crate::node::container;
 
 #[test]
-fn names_that_are_no_text_in_volumes_and_in_the_mount_table_disturb_nobody() {
+fn binary_names_in_volumes_and_mounts_disturb_no_pod() {
     require!(containerd);
     let mut scene = Scene::start(|options| options);
     // The mounted parts are renamed, so that the machine's mount table shows the new names.
@@ -38,7 +38,7 @@ fn names_that_are_no_text_in_volumes_and_in_the_mount_table_disturb_nobody() {
 }
 
 #[test]
-fn processes_whose_names_are_no_text_are_shown_probed_and_ended_like_others() {
+fn processes_with_binary_names_are_shown_probed_and_ended() {
     require!(containerd);
     let scene = Scene::start(|options| options);
     let pod = hostile("processes", "exec testapp hurt processes");

@@ -121,7 +121,7 @@ fn end(scene: &Scene, pods: &[String]) {
 }
 
 #[test]
-fn last_words_are_read_from_plain_files_alone() {
+fn termination_messages_are_read_only_from_plain_files() {
     require!(containerd);
     let mut scene = Scene::start(quick);
     let secret = Secret::make(&scene);
@@ -230,7 +230,7 @@ fn listed(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn volumes_with_everything_that_is_no_file_are_given_counted_and_mounted_in_parts() {
+fn volumes_with_special_files_are_owned_counted_and_mounted_in_parts() {
     require!(containerd);
     let scene = Scene::start(quick);
     let secret = Secret::make(&scene);
@@ -279,7 +279,7 @@ fn volumes_with_everything_that_is_no_file_are_given_counted_and_mounted_in_part
 }
 
 #[test]
-fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
+fn links_in_place_of_a_volumes_content_are_never_followed() {
     require!(containerd);
     let scene = Scene::start(quick);
     let secret = Secret::make(&scene);
@@ -329,7 +329,7 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
 }
 
 #[test]
-fn a_volumes_folder_that_gave_way_to_a_link_is_not_set_up_through_it() {
+fn a_volume_is_not_set_up_through_a_link_in_its_folders_place() {
     require!(containerd);
     let scene = Scene::start(quick);
     let secret = Secret::make(&scene);

@@ -75,13 +75,13 @@ fn many_files(scene: &Scene, count: usize, per_file: Duration) {
 }
 
 #[test]
-fn a_volume_with_very_many_files_is_counted_and_removed_and_holds_nobody_up() {
+fn a_volume_with_very_many_files_delays_no_pod() {
     require!(containerd);
     many_files(&in_memory(), scaled("BEELET_HOSTILE_FILES", 200_000, 200_000), IN_MEMORY);
 }
 
 #[test]
-fn a_volume_with_five_million_files_is_counted_and_removed_and_holds_nobody_up() {
+fn a_volume_with_five_million_files_delays_no_pod() {
     require!(long, containerd);
     // The files exceed the memory.
     many_files(

@@ -134,7 +134,7 @@ fn a_listener_reopened_at_once_is_ready_in_the_end_and_never_failed_by_threshold
 }
 
 #[test]
-fn connections_that_nobody_accepts_fail_a_probe_until_somebody_does() {
+fn unaccepted_connections_fail_a_probe_until_they_are_accepted() {
     require!(bpf);
     let mut scene = Scene::new("bp-hung");
     let fast = "period=100ms timeout=200ms";
@@ -173,7 +173,7 @@ fn a_full_queue_fails_a_probe_at_once() {
 }
 
 #[test]
-fn a_canary_tells_an_idle_application_that_hangs_from_one_that_works() {
+fn a_canary_distinguishes_a_stalled_idle_application_from_a_healthy_one() {
     require!(bpf);
     let mut scene = Scene::new("bp-canary");
     // The agent must be able to connect: the listeners are in the host's own network.
@@ -201,7 +201,7 @@ fn a_canary_tells_an_idle_application_that_hangs_from_one_that_works() {
 }
 
 #[test]
-fn a_listener_moves_to_another_process_without_a_word() {
+fn a_listener_moves_to_another_process_without_an_edge() {
     require!(bpf);
     let mut scene = Scene::new("bp-move");
     let marker = Pod::new("marker", &scene.place, &[("readiness", tcp(MARKER))], NEVER);
@@ -222,7 +222,7 @@ fn a_listener_moves_to_another_process_without_a_word() {
 }
 
 #[test]
-fn a_port_that_another_container_takes_over_is_ready_as_a_connection_would_find_it() {
+fn a_port_taken_over_by_another_container_is_ready_like_for_a_connection() {
     require!(bpf);
     let mut scene = Scene::new("bp-reuse");
     scene.show(&[Pod::new("web", &scene.place, &[("readiness", tcp(80))], NEVER)]);
@@ -263,7 +263,7 @@ fn sidecars_and_host_network_pods_are_probed_too() {
 }
 
 #[test]
-fn who_answers_is_chosen_by_annotation_and_what_stands_in_is_named() {
+fn an_annotation_selects_the_probes_mode_and_a_fallback_is_named() {
     require!(bpf);
     let mut scene = Scene::new("bp-mode");
     let mut odd = Pod::new("odd", &scene.place, &[("readiness", tcp(80))], "mode=fast");
@@ -406,7 +406,7 @@ fn a_listener_bound_to_a_device_that_lookups_pass_over_is_found_in_the_socket_li
 }
 
 #[test]
-fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
+fn two_hundred_random_listeners_match_the_model() {
     require!(bpf);
     let mut scene = Scene::new("bp-model");
     let pods: Vec<Pod> = (0..200_u16)

@@ -165,7 +165,7 @@ impl Behaviour {
 }
 
 #[test]
-fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
+fn the_kernels_verdict_is_connects_with_documented_exceptions() {
     require!(bpf);
     let scene = Scene::new("bp-same");
     let host = Path::new("/proc/self/ns/net");

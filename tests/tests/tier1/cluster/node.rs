@@ -112,7 +112,7 @@ async fn a_lease_that_another_client_changed_is_taken_over() {
 }
 
 #[tokio::test]
-async fn a_registration_goes_on_through_every_kind_of_refusal() {
+async fn a_registration_survives_every_kind_of_refusal() {
     require!(root);
     let api = FakeApi::start();
     api.on(Verb::Get, "/api/v1/nodes/*").refuse(500, "etcd is away");

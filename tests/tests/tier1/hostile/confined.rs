@@ -85,7 +85,7 @@ fn with_a_read_only_state_folder_the_agent_refuses_to_start_and_names_it() {
 // ---- A separate mount namespace ----
 
 #[test]
-fn an_agent_whose_mounts_the_runtime_does_not_see_refuses_to_start_and_the_doctor_says_the_same() {
+fn an_agent_whose_mounts_the_runtime_does_not_see_refuses_to_start_like_the_doctor() {
     require!(root);
     for propagation in ["private", "slave"] {
         let alone = format!("unshare --mount --propagation {propagation}");

@@ -266,7 +266,7 @@ fn each(calls: &str, first: usize, step: usize) -> usize {
 }
 
 #[test]
-fn killed_after_a_write_the_agent_goes_on_with_all_that_it_had_acknowledged() {
+fn killed_after_a_write_the_agent_keeps_all_acknowledged_work() {
     require!(strace);
     let last = each(PLACING, 1, 2);
     // Records were written, manifests put in place, volumes' links exchanged.
@@ -274,7 +274,7 @@ fn killed_after_a_write_the_agent_goes_on_with_all_that_it_had_acknowledged() {
 }
 
 #[test]
-fn killed_after_every_write_the_agent_goes_on_with_all_that_it_had_acknowledged() {
+fn killed_after_every_write_the_agent_keeps_all_acknowledged_work() {
     require!(strace, long);
     let last = each(ALL, 1, 1);
     assert!(last > 30, "only {last} writes");

@@ -173,7 +173,7 @@ fn without_room_for_its_socket_a_running_agent_misses_nothing() {
 }
 
 #[test]
-fn an_agent_that_starts_without_room_runs_or_says_which_folder_lacks_it() {
+fn an_agent_that_starts_without_room_runs_or_names_the_full_folder() {
     require!(root);
     for folder in ["state", "pods", "logs", "run", "kubelet"] {
         for lack in LACKS {

@@ -114,7 +114,7 @@ async fn a_pod_with_any_grace_period_is_evicted_and_its_end_hastened() {
 }
 
 #[tokio::test]
-async fn a_critical_pod_takes_the_room_of_one_with_any_grace_period() {
+async fn a_critical_pod_preempts_a_pod_with_any_grace_period() {
     for grace in [i64::MAX, 1_000_000_000_000, 0, -1] {
         let mut large = assigned(UID);
         large["spec"]["terminationGracePeriodSeconds"] = json!(grace);

@@ -132,7 +132,7 @@ fn message(pod: &View) -> String {
 }
 
 #[tokio::test]
-async fn a_container_gets_what_its_plugin_says() {
+async fn a_container_gets_its_plugins_settings() {
     let node = node(300, &[]).await;
     let arguments =
         ["--device", "/dev/null:/dev/sample", "--mount", "/tmp:/opt/sample", "--cdi", "example.com/c=x"];
@@ -581,7 +581,7 @@ async fn register(socket: &Path, version: &str, endpoint: &str, resource: &str) 
 }
 
 #[tokio::test]
-async fn registrations_are_refused_in_the_kubelets_words() {
+async fn registrations_are_refused_with_the_kubelets_messages() {
     let node = node(300, &[]).await;
     let kubelet = node.path("kubelet/device-plugins/kubelet.sock");
     let check = async |version, endpoint, resource, expected: &str| {

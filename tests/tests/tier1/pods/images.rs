@@ -42,7 +42,7 @@ async fn an_image_that_must_not_be_pulled_is_not_pulled() {
 }
 
 #[tokio::test]
-async fn an_image_is_pulled_as_its_policy_says() {
+async fn an_image_is_pulled_according_to_its_policy() {
     let check = async |policy: &str, pulls: usize| {
         let mut node = Node::new(Settings::default());
         node.cri.add_to_registry(IMAGE);

@@ -65,7 +65,7 @@ async fn the_first_delay_is_the_kubelets() {
 }
 
 #[tokio::test]
-async fn a_pod_ends_as_its_restart_policy_says() {
+async fn a_pod_ends_according_to_its_restart_policy() {
     let check = async |policy: &str, codes: &[i32], phase: &str, restarts: i32| {
         let node = Node::with(&[with(pod("web"), "restartPolicy", policy.into())]).await;
         node.until_ready("web").await;

@@ -13,7 +13,7 @@ use crate::hostile::scene::{Scene, pod};
 const MEMORY_KIB: u64 = 400 << 10;
 
 #[test]
-fn an_agent_takes_the_pods_among_hostile_manifests_and_names_the_others() {
+fn an_agent_runs_valid_hostile_manifests_and_names_the_others() {
     require!(root);
     let scene = Scene::start(|_, options| options.kubelet("maxPods", 1000));
     scene.apply(&pod("bystander"));
