@@ -145,15 +145,15 @@ impl Options {
     }
 }
 
-/// Running agent. Dropping it kills it; its pods are removed with their containerd.
+/// Running agent, killed on drop; the pods are removed with their containerd.
 #[derive(Debug)]
 pub struct Agent {
     options: Options,
     binary: PathBuf,
     child: Option<Process>,
-    /// Supervisors, one per start under a unit. After the child: they wait for its end.
+    /// Supervisors, one per start under a unit. Dropped after the child, for whose end they wait.
     supervisors: Vec<Supervisor>,
-    /// Mounts of the agent or the test in the instance's folder. After the child.
+    /// Mounts of the agent or the test in the instance's folder, dropped after the child.
     _mounts: Option<MountsBelow>,
 }
 
@@ -218,27 +218,27 @@ impl Agent {
         self.options.dir.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Returns the file with its output.
+    /// Returns the path of the agent's log.
     pub fn log_path(&self) -> PathBuf {
         self.options.instance.join(format!("{}.log", self.name()))
     }
 
-    /// Returns its output so far.
+    /// Returns the agent's log so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.log_path()).unwrap_or_default()
     }
 
-    /// Returns the socket of its API.
+    /// Returns the socket of the agent's API.
     pub fn socket(&self) -> PathBuf {
         self.options.dir.join("run/beelet.sock")
     }
 
-    /// Returns its configuration file.
+    /// Returns the agent's configuration file.
     pub fn config(&self) -> PathBuf {
         self.options.dir.join("config.yaml")
     }
 
-    /// Returns the folder with all its own files.
+    /// Returns the folder with all of the agent's files.
     pub fn dir(&self) -> &Path {
         &self.options.dir
     }
@@ -251,7 +251,7 @@ impl Agent {
         Some(envelope["value"].take())
     }
 
-    /// Returns the folder of its manifests.
+    /// Returns the folder of the agent's manifests.
     pub fn manifests(&self) -> PathBuf {
         self.options.manifests()
     }
@@ -301,7 +301,7 @@ impl Agent {
         self.child = None; // dropping the guard kills the process and waits
     }
 
-    /// Restarts the agent with the same configuration, and waits until its API answers.
+    /// Restarts the agent with the same configuration, and waits until the API answers.
     pub fn resume(&mut self) -> Result<()> {
         if self.child.is_none() {
             self.launch()?;
@@ -341,7 +341,7 @@ impl Agent {
         command
     }
 
-    /// Sends a GET to its HTTP server; returns status and body.
+    /// Sends a GET to the agent's HTTP server; returns status and body.
     pub fn get(&self, path: &str) -> Result<(u16, String)> {
         self.get_as(path, "*/*")
     }

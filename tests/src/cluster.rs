@@ -44,7 +44,7 @@ pub const RESOURCE_CLAIMS: u32 = 34;
 /// Common name of the API server's client certificate for kubelets, as kubeadm sets it.
 const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 
-/// Common name of its client certificate for aggregated API servers.
+/// Common name of the API server's client certificate for aggregated API servers.
 const FRONT_CLIENT: &str = "front-proxy-client";
 
 /// Client of the API server.

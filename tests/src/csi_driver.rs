@@ -60,7 +60,7 @@ impl Settings {
     }
 }
 
-/// Running driver. Dropping it stops it and removes its sockets; its mounts stay.
+/// Running driver; a drop stops it and removes its sockets, but not its mounts.
 #[derive(Debug)]
 pub struct CsiDriver {
     shared: Arc<Shared>,
@@ -98,7 +98,7 @@ impl CsiDriver {
     /// folders below `shelf`.
     ///
     /// # Errors
-    /// Its sockets cannot be created.
+    /// The sockets cannot be created.
     pub fn start(kubelet_dir: &Path, shelf: &Path, settings: Settings) -> Result<Self> {
         let own = kubelet_dir.join("plugins").join(&settings.name);
         fs::create_dir_all(&own)?;
@@ -175,7 +175,7 @@ impl CsiDriver {
         self.state().trouble = Some(message.to_owned());
     }
 
-    /// Returns the last notification about its registration.
+    /// Returns the last notification about the driver's registration.
     #[must_use]
     pub fn registration(&self) -> Option<(bool, String)> {
         self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use crate::guards::Process;
 use crate::workdir::{PATIENCE, stretched};
 
-/// Running plugin. Dropping it kills it.
+/// Running plugin, killed on drop.
 #[derive(Debug)]
 pub struct SamplePlugin {
     child: Process,
@@ -51,7 +51,7 @@ impl SamplePlugin {
         Ok(plugin)
     }
 
-    /// Sends a command, and waits until it is done.
+    /// Runs a command and waits for its end.
     pub fn run(&mut self, line: &str) -> Result<()> {
         let stdin = self.stdin.as_mut().context("the plugin has quit")?;
         writeln!(stdin, "{line}").context("the plugin has ended")?;
@@ -61,7 +61,7 @@ impl SamplePlugin {
         Ok(())
     }
 
-    /// Waits for a line with this prefix; returns the rest of it.
+    /// Waits for a line with this prefix; returns the rest of the line.
     pub fn hear(&mut self, beginning: &str) -> Result<String> {
         loop {
             if let Some(at) = self.heard.iter().position(|line| line.starts_with(beginning)) {

@@ -68,7 +68,7 @@ pub enum Fault {
     Hang,
 }
 
-/// Running driver. Dropping it stops it and removes its sockets.
+/// Running driver; a drop stops it and removes its sockets.
 #[derive(Debug)]
 pub struct DraDriver {
     shared: Arc<Shared>,
@@ -82,7 +82,7 @@ struct Shared {
     settings: Settings,
     socket: PathBuf,
     state: Mutex<State>,
-    /// Reported health of its devices, or None before the first report.
+    /// Reported health of the devices, or None before the first report.
     health: watch::Sender<Option<Vec<health::DeviceHealth>>>,
 }
 
@@ -98,7 +98,7 @@ impl DraDriver {
     /// Starts a driver for the agent whose kubelet folder is `kubelet_dir`.
     ///
     /// # Errors
-    /// Its sockets cannot be created.
+    /// The sockets cannot be created.
     pub fn start(kubelet_dir: &Path, settings: Settings) -> Result<Self> {
         let own = kubelet_dir.join("plugins").join(&settings.name);
         fs::create_dir_all(&own)?;
@@ -178,7 +178,7 @@ impl DraDriver {
         self.shared.health.send_replace(Some(vec![report]));
     }
 
-    /// Returns the last notification about its registration.
+    /// Returns the last notification about the driver's registration.
     #[must_use]
     pub fn registration(&self) -> Option<(bool, String)> {
         self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))

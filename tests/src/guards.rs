@@ -25,7 +25,7 @@ pub struct Hierarchy {
     pub mount: PathBuf,
     /// True for cgroup2, false for a v1 hierarchy.
     pub v2: bool,
-    /// Its v1 controllers, or `name=…` for a named hierarchy; empty for cgroup2.
+    /// Controllers of a v1 hierarchy, or `name=…` for a named one; empty for cgroup2.
     pub controllers: Vec<String>,
 }
 
@@ -151,7 +151,7 @@ impl CgroupRoot {
         &self.path
     }
 
-    /// Returns the driver of the cgroups below it.
+    /// Returns the driver of the cgroups below this one.
     pub fn driver(&self) -> CgroupDriver {
         self.driver
     }
@@ -166,7 +166,7 @@ impl CgroupRoot {
         self.hierarchies.iter().map(make).collect()
     }
 
-    /// Returns the name of its slice.
+    /// Returns the name of the cgroup's slice.
     fn slice(&self) -> Option<&str> {
         (self.driver == CgroupDriver::Systemd).then(|| self.path.trim_start_matches('/'))
     }
@@ -215,7 +215,7 @@ impl CgroupRoot {
         self.keep = true;
     }
 
-    /// Kills the processes in all cgroups below it and removes these, in every hierarchy.
+    /// Kills the processes in all cgroups below this one and removes those cgroups, in every hierarchy.
     pub fn clear(&self) -> Result<()> {
         if let Some(slice) = self.slice() {
             self.remove()?;
@@ -225,7 +225,7 @@ impl CgroupRoot {
         remove_cgroups(&below)
     }
 
-    /// Kills its processes and removes it, in every hierarchy. Like [`Drop`], but returns the error.
+    /// Kills the processes and removes the cgroup, in every hierarchy. Like [`Drop`], but returns the error.
     pub fn remove(&self) -> Result<()> {
         let dirs = self.dirs();
         if let Some(slice) = self.slice().filter(|_| dirs.iter().any(|dir| dir.exists())) {
@@ -269,7 +269,7 @@ fn kill_below(dirs: &[PathBuf]) -> usize {
     for dir in dirs {
         thaw_below(dir);
         for pid in processes_below(dir) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have exited by itself
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // the process may have exited by itself
             found += 1;
         }
     }
@@ -430,7 +430,7 @@ impl Mount {
         Ok(Mount { path: path.to_path_buf() })
     }
 
-    /// Returns its mount point.
+    /// Returns the mount point.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -472,7 +472,7 @@ pub struct Process(pub Child);
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have ended by itself
+        let _ = self.0.kill(); // the process may have ended by itself
         let _ = self.0.wait();
     }
 }

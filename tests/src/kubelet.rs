@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Name of its node.
+/// Name of the kubelet's node.
 pub const NODE: &str = "observed";
 
 /// Returns the program that `KUBELET` names.
@@ -26,13 +26,13 @@ pub fn given() -> Result<PathBuf, Missing> {
 pub struct Member {
     /// Kubeconfig for the API server.
     pub kubeconfig: PathBuf,
-    /// Port of its server.
+    /// Port of the kubelet's server.
     pub port: u16,
-    /// Certificate of the server, with its key.
+    /// Certificate and key of the server.
     pub keys: (PathBuf, PathBuf),
 }
 
-/// Running kubelet. Dropping it kills it; its pods are removed with their containerd.
+/// Running kubelet, killed on drop; the pods are removed with their containerd.
 #[derive(Debug)]
 pub struct Kubelet {
     process: Process,
@@ -121,7 +121,7 @@ impl Kubelet {
         self.process.0.try_wait().is_ok_and(|status| status.is_some())
     }
 
-    /// Returns its output so far.
+    /// Returns the kubelet's output so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }

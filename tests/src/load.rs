@@ -24,7 +24,7 @@ pub struct Seat {
     pub cpu: Option<usize>,
 }
 
-/// Controlling end. Dropping it kills the process.
+/// Controlling end of the process, which is killed on drop.
 #[derive(Debug)]
 pub struct Load {
     child: Child,
@@ -55,18 +55,18 @@ impl Load {
         Ok(load)
     }
 
-    /// Returns its process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends a command and waits until it is done; returns the answer without its `ok`.
+    /// Runs a command and waits for its end; returns the answer without the `ok`.
     pub fn run(&mut self, command: &str) -> Result<String> {
         self.begin(command)?;
         self.answer()
     }
 
-    /// Sends a command; [`Load::answer`] waits for its end.
+    /// Starts a command, for whose end [`Load::answer`] waits.
     pub fn begin(&mut self, command: &str) -> Result<()> {
         writeln!(self.input, "{command}").context("the load process has ended")
     }
@@ -94,7 +94,7 @@ impl Drop for Load {
     }
 }
 
-/// Runs the process: takes its place, prints `ok`, and executes commands until its input ends.
+/// Runs the process: joins its place, prints `ok`, and executes commands until the input ends.
 ///
 /// - `burn MS`: computes
 /// - `swarm THREADS MS`: computes on this many threads at once
@@ -114,7 +114,7 @@ impl Drop for Load {
 /// - `found`: removes the drop, and waits until the data has arrived
 ///
 /// # Errors
-/// The process cannot take its place.
+/// The process cannot join its place.
 pub fn serve(arguments: &[String]) -> Result<()> {
     if let [command, rest @ ..] = arguments
         && matches!(command.as_str(), "exit" | "crowd" | "abort")

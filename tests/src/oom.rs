@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// OOM counter, starting at its creation. Version 2 counts the processes killed in the cgroup and below, for
+/// OOM counter, which starts at 0. Version 2 counts the processes killed in the cgroup and below, for
 /// any limit. On version 1 a kill is counted only in the victim's own cgroup, which is removed with it; so
 /// there the counter is the number of times that the cgroup itself ran out of memory, by its own limit or one
 /// above.

@@ -26,7 +26,7 @@ struct Content {
     authorization: String,
 }
 
-/// Running registry. Dropping it stops it.
+/// Running registry, stopped on drop.
 #[derive(Debug)]
 pub struct Registry {
     host: String,
@@ -66,7 +66,7 @@ impl Registry {
         Ok(Registry { host, _stop: stop })
     }
 
-    /// Returns its host in an image's reference: address and port.
+    /// Returns the registry's host in an image's reference: address and port.
     pub fn host(&self) -> &str {
         &self.host
     }

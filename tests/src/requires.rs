@@ -120,7 +120,7 @@ pub const PROMETHEUS: Program = Program { variable: "PROMETHEUS", name: "prometh
 pub const METRICS_SERVER: Program = Program { variable: "METRICS_SERVER", name: "metrics-server" };
 
 impl Program {
-    /// Returns its path.
+    /// Returns the program's path.
     ///
     /// # Errors
     /// The program is not installed.

@@ -92,8 +92,8 @@ impl Traces {
         })
     }
 
-    /// Removes what the runtime itself has lost: shims and mounts of containers that it reports as removed. The
-    /// runtime then has no record by which an agent could request their removal.
+    /// Removes objects that the runtime has lost: shims and mounts of containers that it reports as removed.
+    /// The runtime then has no record by which an agent could request their removal.
     pub fn remove_lost(&mut self, containerd: &Containerd) -> Vec<String> {
         let log = containerd.log();
         let is_gone = |text: &str| is_logged_as_gone(&log, text);

@@ -5,11 +5,12 @@
 //! - `hurt processes` starts child processes with such names and arguments.
 //! - `hurt cgroups` creates cgroups of such names below its own, with a process in each, and 50 nested
 //!   cgroups.
-//! - `hurt deep DIR LEVELS` creates nested folders; `hurt many DIR COUNT` creates empty files, most of them in
-//!   one folder.
+//! - `hurt deep DIR LEVELS` creates nested folders; `hurt many DIR COUNT` creates empty files, most of them
+//!   in one folder.
 //! - `hurt plant KIND PATH …` replaces the file at each PATH: `fifo`, `socket`, `folder`, `link=TARGET`.
 //! - `hurt bomb` starts itself again and again, recursively.
-//! - `hurt listeners COUNT` opens and closes COUNT listeners, and then opens as many of them as possible at once.
+//! - `hurt listeners COUNT` opens and closes COUNT listeners, and then opens as many of them as possible at
+//!   once.
 //! - `hurt shout BYTES` writes one endless line: zeroes, halves of characters, escape sequences.
 //! - `hurt probe never|daemon WORD` are probes that ignore signals, and that leave a daemon behind.
 //! - `hurt http [KIND PORT] …` answers HTTP badly: see [`http`].

@@ -13,12 +13,12 @@
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour:
 //!   see `latency`.
 //!
-//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that listens,
-//! `health CODE` sets the HTTP status, `hold MIB` allocates more memory and keeps it, `exit CODE` ends the
-//! program, `ping` has no effect. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
-//! call of the command, or `error TEXT`.
+//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that
+//! listens, `health CODE` sets the HTTP status, `hold MIB` allocates more memory and keeps it, `exit CODE`
+//! ends the program, `ping` has no effect. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the
+//! system call of the command, or `error TEXT`.
 //!
-//! SIGTERM ends it immediately; a container's first process must install a handler for that.
+//! SIGTERM ends the program immediately; a container's first process must install a handler for that.
 
 mod hurt;
 mod latency;

@@ -26,7 +26,7 @@ impl Authority {
         Ok(Authority { issuer: Issuer::new(params, key), pem })
     }
 
-    /// Returns its certificate.
+    /// Returns the authority's certificate.
     #[must_use]
     pub fn pem(&self) -> &str {
         &self.pem

@@ -101,7 +101,7 @@ pub enum Outcome {
     Broken,
 }
 
-/// Fake API server. Dropping it stops it.
+/// Fake API server, stopped on drop.
 pub struct FakeApi {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -222,9 +222,9 @@ impl FakeApi {
 
     // ---- Faults ----
 
-    /// Begins a rule for the next request of this verb with a path that matches `pattern`, in which `*` stands
-    /// for one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
-    /// several rules for a request, the oldest that is not used up decides.
+    /// Begins a rule for the next request of this verb with a path that matches `pattern`, in which `*`
+    /// stands for one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is
+    /// away")`. Of several rules for a request, the oldest that is not used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
         script::on(self, Some(verb), Some(pattern))
     }

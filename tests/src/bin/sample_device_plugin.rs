@@ -7,7 +7,7 @@
 //!
 //! The plugin registers at `kubelet.sock` in the folder, and again whenever that socket is created again
 //! (unless `--deaf`), like real plugins; with `--registry` it waits there until the agent finds it. Lines on
-//! standard input change its behavior from then on; it prints a line for each event to standard output.
+//! standard input change the plugin's behavior; it prints a line for each event to standard output.
 //!
 //! | line | effect |
 //! | --- | --- |
@@ -18,9 +18,9 @@
 //! | `preferred ok`, `preferred hold`, `prestart ok`, `prestart fail WHY`, `prestart hold` | the same for the other calls |
 //! | `go` | answers the held calls |
 //! | `prefer a b` | sets the preferred devices |
-//! | `end` | ends its list |
+//! | `end` | ends the list |
 //! | `register` | registers again |
-//! | `quit` | removes its socket and exits |
+//! | `quit` | removes the socket and exits |
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test tool: any error ends it
 
@@ -359,7 +359,7 @@ fn watch_kubelet(dir: PathBuf, register: mpsc::UnboundedSender<()>) {
     });
 }
 
-/// Starts to serve at its socket.
+/// Starts to serve at the plugin's socket.
 fn serve(plugin: &Plugin) {
     let path = plugin.arguments.dir.join(&plugin.arguments.socket);
     let _ = std::fs::remove_file(&path);

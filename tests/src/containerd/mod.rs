@@ -1,9 +1,9 @@
 //! Private containerd of a test: root, state, socket, network and cgroups have their own folder and name,
 //! separate from everything else on the machine. The machine's own containerd stays untouched.
 //!
-//! Dropping it takes it down without its cooperation ([`teardown`]): containers and shims are killed by pid,
-//! mounts and network namespaces (in its own folder) are removed, as are bridge and cgroups. The same removes
-//! the remains of a killed test before the next instance starts in the same place.
+//! A drop takes the instance down without its cooperation ([`teardown`]): containers and shims are killed by
+//! pid, mounts and network namespaces (in the instance's folder) are removed, as are bridge and cgroups. The
+//! same function removes the remains of a killed test before the next instance starts in the same folder.
 
 mod config;
 mod teardown;
@@ -112,7 +112,7 @@ impl Names {
     }
 }
 
-/// Handle of a hanging containerd: dropping it lets containerd continue.
+/// Handle of a hanging containerd, which continues on drop.
 #[derive(Debug)]
 pub struct Hanging(Pid);
 
@@ -131,7 +131,7 @@ pub struct Containerd {
     child: Option<guards::Process>,
     cgroup: CgroupRoot,
     keep: bool,
-    /// Held while it runs: one instance per parent folder at a time.
+    /// Lock of the running instance: one per parent folder at a time.
     _lock: std::fs::File,
 }
 
@@ -189,7 +189,7 @@ impl Containerd {
         Ok(containerd)
     }
 
-    /// Returns its folder, which contains all its files.
+    /// Returns the instance's folder, which contains all of its files.
     pub fn dir(&self) -> &Path {
         &self.names.dir
     }
@@ -200,7 +200,7 @@ impl Containerd {
         self.names.cdi_dir()
     }
 
-    /// Returns its CRI socket.
+    /// Returns the CRI socket.
     pub fn socket(&self) -> PathBuf {
         self.names.socket()
     }
@@ -210,7 +210,7 @@ impl Containerd {
         format!("unix://{}", self.socket().display())
     }
 
-    /// Returns its shims and their child processes, with the pod and container of each.
+    /// Returns the shims and their child processes, with the pod and container of each.
     pub fn shims(&self) -> Vec<String> {
         teardown::shims(&self.names)
     }
@@ -221,12 +221,12 @@ impl Containerd {
         teardown::whose(self.dir(), text)
     }
 
-    /// Returns its output so far.
+    /// Returns containerd's log so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("containerd.log")).unwrap_or_default()
     }
 
-    /// Returns the bridge of its pod network.
+    /// Returns the bridge of the pod network.
     pub fn bridge(&self) -> String {
         self.names.bridge()
     }
@@ -251,12 +251,12 @@ impl Containerd {
         self.child.as_ref().map(|child| child.0.id())
     }
 
-    /// Returns clients of its two services.
+    /// Returns clients of the two services.
     pub async fn cri(&self) -> Result<Cri> {
         Cri::connect(&self.socket()).await
     }
 
-    /// Stops it with SIGTERM and waits; containers keep running.
+    /// Stops containerd with SIGTERM and waits; containers keep running.
     pub fn stop(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         let pid = Pid::from_child(&child.0);
@@ -268,8 +268,8 @@ impl Containerd {
         })
     }
 
-    /// Makes it hang like a debugger (SIGSTOP): its socket still accepts connections, without answers.
-    /// Dropping the returned value lets it continue.
+    /// Makes containerd hang as a debugger does (SIGSTOP): its socket still accepts connections, without
+    /// answers. Dropping the returned value lets containerd continue.
     pub fn hang(&self) -> Result<Hanging> {
         let pid = self.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
         let pid = pid.context("containerd is not running")?;
@@ -277,21 +277,21 @@ impl Containerd {
         Ok(Hanging(pid))
     }
 
-    /// Kills it immediately; containers keep running.
+    /// Kills containerd immediately; containers keep running.
     pub fn kill9(&mut self) {
         self.child = None; // dropping the process kills it and waits
     }
 
     /// Simulates a reboot of the machine while the agent is not running: containerd, all shims and containers
     /// are killed, and mounts, network namespaces, cgroups and state folders are removed. The files on disk
-    /// stay. [`Containerd::resume`] starts it again.
+    /// stay. [`Containerd::resume`] starts containerd again.
     pub fn reboot(&mut self) -> Result<()> {
         self.kill9();
         teardown::lose_memory(&self.names)?;
         self.cgroup.clear()
     }
 
-    /// Returns the addresses that its network plugin has allocated.
+    /// Returns the addresses that the network plugin has allocated.
     pub fn leases(&self) -> Vec<std::net::IpAddr> {
         let dir = self.dir().join("ipam").join(self.names.network());
         let names = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
@@ -302,7 +302,7 @@ impl Containerd {
         leases
     }
 
-    /// Starts it again after [`Containerd::stop`] or [`Containerd::kill9`], and waits until it is ready.
+    /// Starts containerd again after [`Containerd::stop`] or [`Containerd::kill9`]; waits until it is ready.
     pub fn resume(&mut self) -> Result<()> {
         if self.child.is_some() {
             return Ok(());
@@ -329,7 +329,7 @@ impl Containerd {
         self.wait_until_ready()
     }
 
-    /// Stops it and starts it again.
+    /// Restarts containerd.
     pub fn restart(&mut self) -> Result<()> {
         self.stop()?;
         self.resume()
@@ -346,7 +346,7 @@ impl Containerd {
         if !output.status.success() {
             bail!("cannot import {}: {}", image.name, String::from_utf8_lossy(&output.stderr).trim());
         }
-        // An event informs the CRI plugin of it.
+        // An event notifies the CRI plugin of the image.
         wait_for(&format!("the image {}", image.name), PATIENCE, || {
             let (socket, name) = (self.socket(), image.name.clone());
             block_on(async move {
@@ -367,7 +367,7 @@ impl Containerd {
         command
     }
 
-    /// Keeps it running when the value is dropped; [`teardown`] takes it down later.
+    /// Leaves containerd running when the value is dropped; [`teardown`] takes it down later.
     pub fn keep(&mut self) {
         self.keep = true;
         self.cgroup.keep();

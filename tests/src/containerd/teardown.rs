@@ -39,7 +39,7 @@ pub fn teardown(dir: &Path) -> Result<()> {
     end_written_down(dir)?;
     kill_shims(&names)?;
     for socket in shim_sockets(dir) {
-        let _ = std::fs::remove_file(socket); // the shim may have removed it itself
+        let _ = std::fs::remove_file(socket); // the shim may have removed the socket
     }
     // Network namespaces are removed with their mounts, and their veth pairs with them.
     guards::unmount_below(dir)?;
@@ -64,7 +64,7 @@ pub fn teardown(dir: &Path) -> Result<()> {
 pub(super) fn lose_memory(names: &Names) -> Result<()> {
     kill_shims(names)?;
     for socket in shim_sockets(&names.dir) {
-        let _ = std::fs::remove_file(socket); // the shim may have removed it itself
+        let _ = std::fs::remove_file(socket); // the shim may have removed the socket
     }
     guards::unmount_below(&names.dir)?;
     for dir in ["state", "runc"].map(|name| names.dir.join(name)) {
@@ -253,7 +253,7 @@ fn kill_shims(names: &Names) -> Result<()> {
         });
         let next = if containers.is_empty() { &shims } else { &containers };
         for pid in next.iter().filter_map(|running| Pid::from_raw(running.pid)) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have ended already
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // the process may have ended
         }
         if running.is_empty() { Ok(()) } else { Err(format!("{} are still running", running.len())) }
     })

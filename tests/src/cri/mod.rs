@@ -45,7 +45,7 @@ use self::script::{Act, Fault};
 use self::server::Signal;
 use crate::faults::Rules;
 
-/// Fake container runtime. Dropping it stops it and removes its socket.
+/// Fake container runtime; a drop stops it and removes its socket.
 pub struct FakeCri {
     shared: Arc<Shared>,
     socket: PathBuf,
@@ -107,13 +107,13 @@ impl FakeCri {
         FakeCri { shared, socket, serving: Mutex::new(None), _folder: folder }
     }
 
-    /// Returns its socket as `unix:///path`.
+    /// Returns the socket as `unix:///path`.
     #[must_use]
     pub fn endpoint(&self) -> String {
         format!("unix://{}", self.socket.display())
     }
 
-    /// Returns its socket.
+    /// Returns the path of the socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -121,8 +121,7 @@ impl FakeCri {
 
     // ---- Availability ----
 
-    /// Starts to listen at the same socket, with its previous state. Has no effect if it is listening
-    /// already.
+    /// Starts to listen at the same socket, with the previous state. Has no effect on a listening runtime.
     ///
     /// # Panics
     /// If the socket cannot be created.
@@ -166,13 +165,13 @@ impl FakeCri {
         let _ = std::fs::remove_file(&self.socket);
     }
 
-    /// Stops and starts at once, with its state.
+    /// Stops and starts at once, with the same state.
     pub fn restart(&self) {
         self.go_away();
         self.come_back();
     }
 
-    /// Forgets its sandboxes, containers and images.
+    /// Forgets all sandboxes, containers and images.
     pub fn forget(&self) {
         self.shared
             .work(|world| {
@@ -203,13 +202,13 @@ impl FakeCri {
 
     // ---- The world ----
 
-    /// Returns a copy of its state.
+    /// Returns a copy of the runtime's state.
     #[must_use]
     pub fn world(&self) -> World {
         self.shared.lock().world.clone()
     }
 
-    /// Changes its state: conditions, image file systems, the cgroup driver.
+    /// Changes the runtime's state: conditions, image file systems, the cgroup driver.
     pub fn change(&self, change: impl FnOnce(&mut World)) {
         change(&mut self.shared.lock().world);
         self.shared.changed();
@@ -429,7 +428,7 @@ impl Shared {
     }
 }
 
-/// Call in progress; dropping it records it as dropped.
+/// Call in progress, recorded as dropped on drop.
 struct Arrival {
     shared: Arc<Shared>,
     number: usize,

@@ -41,28 +41,28 @@ pub struct Sandbox {
 pub struct Container {
     /// 64 hexadecimal digits.
     pub id: String,
-    /// Id of its sandbox.
+    /// Id of the container's sandbox.
     pub sandbox_id: String,
     /// Requested configuration.
     pub config: cri::ContainerConfig,
     /// State: created, running, exited.
     pub state: ContainerState,
-    /// Process id of its first process in a verbose status while it is running. No process of this machine
-    /// has it.
+    /// Process id of the first process in a running container's verbose status. No process of this machine
+    /// has this id.
     pub pid: u32,
     /// Nanoseconds since 1970.
     pub created_at: i64,
-    /// Nanoseconds since 1970; 0 before its start.
+    /// Nanoseconds since 1970; 0 before the start.
     pub started_at: i64,
-    /// Nanoseconds since 1970; 0 before its end.
+    /// Nanoseconds since 1970; 0 before the end.
     pub finished_at: i64,
-    /// Exit code; 0 before its end.
+    /// Exit code; 0 before the end.
     pub exit_code: i32,
-    /// `Completed`, `Error`, `OOMKilled`; empty before its end.
+    /// `Completed`, `Error`, `OOMKilled`; empty before the end.
     pub reason: String,
-    /// Id of its image.
+    /// Id of the image.
     pub image_ref: String,
-    /// Path of its log: the sandbox's log folder and its own log path.
+    /// Path of the log: the sandbox's log folder and the container's log path.
     pub log_path: String,
     /// Resource limits, as last set.
     pub resources: Option<cri::LinuxContainerResources>,
@@ -93,13 +93,13 @@ impl Container {
         }
     }
 
-    /// Returns its name in the pod.
+    /// Returns the container's name in the pod.
     #[must_use]
     pub fn name(&self) -> &str {
         self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
     }
 
-    /// Returns the number of its restart, from 0.
+    /// Returns the container's attempt, from 0.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.config.metadata.as_ref().map_or(0, |metadata| metadata.attempt)
@@ -107,7 +107,7 @@ impl Container {
 }
 
 impl Sandbox {
-    /// Returns the name of its pod.
+    /// Returns the name of the sandbox's pod.
     #[must_use]
     pub fn pod_name(&self) -> &str {
         self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
@@ -129,23 +129,23 @@ pub struct World {
     pub stops_well: bool,
     /// Exit codes of commands run in containers, by the command's first word; 0 for all others.
     pub exec_codes: BTreeMap<String, i32>,
-    /// Address of its streaming server, as `http://host:port`; None if it has no streams.
+    /// Address of the streaming server, as `http://host:port`; None for a runtime without streams.
     pub streaming: Option<String>,
-    /// If true, it streams container events, like containerd 1.7 and later.
+    /// True if the runtime streams container events, like containerd 1.7 and later.
     pub streams_events: bool,
     /// Images in the registry, by full name, for pulls.
     pub registry: BTreeSet<String>,
-    /// Runtime handlers that it reports; the default one has no name.
+    /// Reported runtime handlers; the default one has no name.
     pub runtime_handlers: Vec<cri::RuntimeHandler>,
     /// RuntimeReady and NetworkReady.
     pub conditions: (bool, bool),
-    /// Name and version that it reports.
+    /// Reported name and version.
     pub runtime: (String, String),
     /// Answer to RuntimeConfig; None if the runtime lacks the call, like containerd 1.6.
     pub cgroup_driver: Option<cri::CgroupDriver>,
     /// Answer to ImageFsInfo.
     pub image_fs: cri::ImageFsInfoResponse,
-    /// Seconds by which its clock is ahead of the machine's.
+    /// Seconds by which the runtime's clock is ahead of the machine's.
     pub clock_ahead: i64,
     made: u64,
 }
@@ -223,7 +223,7 @@ impl World {
         Ok(())
     }
 
-    /// Returns the time of its clock in nanoseconds since 1970.
+    /// Returns the time of the runtime's clock in nanoseconds since 1970.
     fn now(&self) -> i64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now = i64::try_from(since.as_nanos()).unwrap_or(i64::MAX);
