@@ -425,7 +425,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// Connects to the app in the pod at `ip` when it listens.
+    /// Waits until the app in the pod at `ip` listens, and connects.
     pub fn connect(ip: &str, port: u16) -> Result<Control> {
         let stream = wait_for(&format!("the test app at {ip}:{port}"), PATIENCE, || {
             std::net::TcpStream::connect((ip, port))

@@ -61,7 +61,7 @@ impl PodView {
         self.condition("Ready")
     }
 
-    /// Returns the statuses of its containers, without init containers.
+    /// Returns the statuses of the containers, without init containers.
     pub fn containers(&self) -> &[ContainerStatus] {
         let statuses = self.pod.status.as_ref().and_then(|status| status.container_statuses.as_deref());
         statuses.unwrap_or_default()
@@ -72,7 +72,7 @@ impl PodView {
         self.containers().iter().find(|container| container.name == name)
     }
 
-    /// Returns the sum of its containers' restarts.
+    /// Returns the sum of the containers' restarts.
     pub fn restarts(&self) -> i32 {
         self.containers().iter().map(|container| container.restart_count).sum()
     }

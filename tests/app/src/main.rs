@@ -84,7 +84,7 @@ fn probe(arguments: &[String]) -> Result<(), String> {
             wait_for("starter", word)?;
             forever()
         }
-        // The parent of its child has exited when this returns.
+        // The starter exits after the spawn, so the leaver has no parent.
         ["starter", word] => {
             own()?.args(["probe", "leaver", word]).spawn().map(drop).map_err(|error| error.to_string())
         }

@@ -223,8 +223,8 @@ impl FakeApi {
     // ---- Faults ----
 
     /// Begins a rule for the next request of this verb with a path that matches `pattern`, in which `*`
-    /// stands for one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is
-    /// away")`. Of several rules for a request, the oldest that is not used up decides.
+    /// stands for one part, e.g. `/api/v1/nodes/*/status`. Of several rules for a request, the oldest that is
+    /// not used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
         script::on(self, Some(verb), Some(pattern))
     }

@@ -89,7 +89,7 @@ async fn pods_deleted_with_the_maximum_int64_end_also_after_a_forced_deletion() 
     is_well(&member);
 }
 
-/// Another version of the agent may have copied the pod's grace period unchecked.
+/// An earlier agent wrote the pod's grace period into the sandbox, unchecked.
 #[tokio::test]
 async fn an_orphan_ends_with_any_grace_period_of_its_sandbox() {
     require!(root);

@@ -403,8 +403,8 @@ async fn a_resize_waits_for_room_and_other_changes_do_not_wait_for_it() {
     assert_eq!(node.containers("api"), "main/0+");
 }
 
-/// A new agent must not apply the resize either: the pod would run with amounts that exceed the node, and
-/// they would count.
+/// A new agent must not apply the resize either: the pod would run with, and be accounted for, amounts that
+/// exceed the node.
 #[tokio::test]
 async fn a_resize_without_room_waits_over_a_restart_of_the_agent_and_over_a_reboot() {
     let sized = |cpu: &str| {

@@ -440,7 +440,7 @@ async fn a_pod_that_ends_by_itself_frees_devices_for_a_refused_pod() {
 }
 
 #[tokio::test]
-async fn a_pods_wait_for_its_plugin_ends_and_the_pod_runs_when_the_plugin_registers_later() {
+async fn a_pod_that_waited_too_long_for_its_plugin_runs_when_the_plugin_registers() {
     let mut node = node(300, &[]).await;
     let first = plugin(&node, &["--deaf"]);
     until_capacity(&node, 2, 2).await;

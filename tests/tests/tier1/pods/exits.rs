@@ -47,7 +47,7 @@ fn asks_about(id: String) -> impl Fn(&beelet_tests::cri::Call) -> bool {
 }
 
 #[tokio::test]
-async fn a_kernel_report_starts_a_wait_for_the_runtime_which_alone_causes_a_restart() {
+async fn only_the_runtimes_report_of_an_exit_restarts_a_container() {
     let node = Node::with_settings(AT_ONCE, &[pod("web")]).await;
     node.until_ready("web").await;
     let _held = without_relist(&node).await;
