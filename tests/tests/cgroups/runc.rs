@@ -134,8 +134,8 @@ impl Runc {
         let output = fs::File::create(self.path("output")).unwrap();
         command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
         let status = command.status().unwrap();
-        let said = fs::read_to_string(self.path("output")).unwrap();
-        assert!(status.success(), "runc ended with {status}: {said}");
+        let text = fs::read_to_string(self.path("output")).unwrap();
+        assert!(status.success(), "runc ended with {status}: {text}");
         fs::read_to_string(self.path("pid")).unwrap().trim().parse().unwrap()
     }
 

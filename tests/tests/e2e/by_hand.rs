@@ -132,14 +132,14 @@ fn a_container_over_its_memory_limit_is_restarted_and_reported() {
         requires::skip(&missing);
         return;
     }
-    let told = ended.message.unwrap_or_default();
+    let message = ended.message.unwrap_or_default();
     assert!(
-        told.contains("for want of memory") && told.contains("the container's memory limit is 32Mi"),
-        "{told}"
+        message.contains("for want of memory") && message.contains("the container's memory limit is 32Mi"),
+        "{message}"
     );
     // Most of the 32 MiB belonged to the process when it was killed.
-    let own = told.split("it had ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
-    assert!((16..=32).contains(&own.unwrap()), "{told}");
+    let own = message.split("it had ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+    assert!((16..=32).contains(&own.unwrap()), "{message}");
     let (code, events, error) = node.cli(&["events", "--for", "hungry-testnode"]);
     assert_eq!(code, Some(0), "{error}");
     assert!(events.contains("OOMKilling") && events.contains("for want of memory"), "{events}");

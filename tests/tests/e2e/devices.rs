@@ -62,14 +62,14 @@ impl Node {
     }
 
     /// Returns the output of the pod's container, once it is complete.
-    fn said(&self, pod: &PodView) -> String {
+    fn output_of(&self, pod: &PodView) -> String {
         let name = pod.pod.metadata.name.clone().unwrap();
         let log = self.agent.dir().join(format!("logs/default_{name}_{}/main/0.log", pod.uid()));
-        let told = || {
+        let complete = || {
             let text = std::fs::read_to_string(&log).unwrap_or_default();
             if text.contains("done") { Ok(text) } else { Err(text) }
         };
-        wait_for("the container's output", PATIENCE, told).unwrap()
+        wait_for("the container's output", PATIENCE, complete).unwrap()
     }
 
     /// Returns the output of `beelet devices -o json`.
@@ -124,9 +124,9 @@ fn a_real_pod_sees_its_device_node_its_environment_and_its_mounts() {
         let _plugin = sample(&node, &[]);
         node.apply("web", RESOURCE, 1, LOOK);
         let web = node.ready("web");
-        let said = node.said(&web);
+        let text = node.output_of(&web);
         for expected in ["got a\n", "node\n", "written\n", "hello from the plugin\n"] {
-            assert!(said.contains(expected), "{expected:?} is missing in\n{said}");
+            assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
         }
         assert_eq!(node.held_by("web"), ["a"]);
         // A pod that requests no device sees nothing of the device.
@@ -134,7 +134,7 @@ fn a_real_pod_sees_its_device_node_its_environment_and_its_mounts() {
         let plain =
             manifests::pod("plain", &["/bin/sh", "-c", &format!("{look}; echo done; exec sleep 3600")]);
         node.agent.apply("plain.yaml", plain.to_string()).unwrap();
-        assert!(node.said(&node.ready("plain")).contains("none"));
+        assert!(node.output_of(&node.ready("plain")).contains("none"));
         let table = node.agent.cli(&["get", "node"]).output().unwrap();
         let table = String::from_utf8_lossy(&table.stdout).into_owned();
         assert!(table.lines().any(|l| l.split_whitespace().eq([RESOURCE, "2", "2", "1", "1"])), "{table}");
@@ -160,7 +160,7 @@ fn a_pod_keeps_its_device_across_restarts_of_plugin_and_agent() {
     newer.run("devices !a b").unwrap();
     node.until_health(RESOURCE, "Unhealthy");
     node.apply("other", RESOURCE, 1, LOOK);
-    assert!(node.said(&node.ready("other")).contains("got b\n"));
+    assert!(node.output_of(&node.ready("other")).contains("got b\n"));
     let after = node.ready("web");
     let main = after.container("main").unwrap();
     assert_eq!((main.restart_count, &main.container_id), (0, &id));
@@ -186,9 +186,9 @@ fn cdi_devices_of_a_plugin_are_in_the_container() {
     let look = "echo \"cdi: $BY_CDI\"; test -c /dev/by-cdi && echo cdi node; echo x > /dev/by-cdi && echo cdi written; \
                 echo \"got $SAMPLE_DEVICES\"";
     node.apply("web", RESOURCE, 1, look);
-    let said = node.said(&node.ready("web"));
+    let text = node.output_of(&node.ready("web"));
     for expected in ["cdi: from the specification\n", "cdi node\n", "cdi written\n", "got a\n"] {
-        assert!(said.contains(expected), "{expected:?} is missing in\n{said}");
+        assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
     }
 }
 
@@ -214,7 +214,7 @@ fn killed_while_a_plugin_allocates_the_agent_shares_no_device() {
     all.sort();
     assert_eq!(all, ["a", "b"]);
     for (pod, held) in [&web, &other].into_iter().zip(&held) {
-        assert!(node.said(pod).contains(&format!("got {}\n", held.join(","))), "{held:?}");
+        assert!(node.output_of(pod).contains(&format!("got {}\n", held.join(","))), "{held:?}");
     }
     node.apply("third", RESOURCE, 1, LOOK);
     let refused =
@@ -333,8 +333,8 @@ fn a_plugin_on_pythons_grpc_registers_and_serves() {
         2,
         "echo \"got $PYTHON_DEVICES\"; test -c /dev/python && echo node",
     );
-    let said = node.said(&node.ready("web"));
-    assert!(said.contains("got one,two\n") && said.contains("node\n"), "{said}");
+    let text = node.output_of(&node.ready("web"));
+    assert!(text.contains("got one,two\n") && text.contains("node\n"), "{text}");
     drop(plugin.child);
     node.until_health("example.com/python", "Unknown");
 }
@@ -362,8 +362,8 @@ fn kubernetes_own_sample_plugin_registers_and_serves() {
     let plugin = Process(plugin);
     node.until_health("example.com/resource", "Healthy");
     node.apply("web", "example.com/resource", 1, "ls /tmp");
-    let said = node.said(&node.ready("web"));
-    assert!(said.contains("Dev-"), "{said}");
+    let text = node.output_of(&node.ready("web"));
+    assert!(text.contains("Dev-"), "{text}");
     assert_eq!(node.held_by("web").len(), 1);
     drop(plugin);
     node.until_health("example.com/resource", "Unknown");

@@ -448,7 +448,7 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
         if before == set { Ok(()) } else { Err("the settings still change") }
     })
     .unwrap();
-    let told = events.so_far();
+    let published = events.so_far();
 
     // The observer starts and reads, and the runtime and the cgroups stay unchanged.
     let mut observer = Observer::start_at(&bystander_dir, &containerd);
@@ -458,7 +458,7 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     while quiet.elapsed() < QUIET {
         observer.snapshot().unwrap();
     }
-    assert_eq!(events.so_far(), told, "the runtime published events without a change");
+    assert_eq!(events.so_far(), published, "the runtime published events without a change");
     assert_eq!(world(&containerd), made);
     unchanged(containerd.cgroup(), &set);
 
@@ -481,7 +481,7 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     }
     eprintln!("{round} pods added and removed; largest difference (%, comparisons): {worst:?}");
     assert!(
-        events.so_far().len() > told.len(),
+        events.so_far().len() > published.len(),
         "the runtime published no events for the added and removed pods"
     );
     for (what, (apart, samples)) in
@@ -497,12 +497,12 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     .unwrap();
 
     // The observer ends, and the runtime and the cgroups stay unchanged.
-    let told = events.so_far();
+    let published = events.so_far();
     kill_process(Pid::from_child(&observer.process.0), Signal::TERM).unwrap();
     assert!(observer.process.0.wait().unwrap().success());
     assert!(!observer.pins.exists());
     std::thread::sleep(Duration::from_secs(2));
-    assert_eq!(events.so_far(), told, "the runtime published events after the observer ended");
+    assert_eq!(events.so_far(), published, "the runtime published events after the observer ended");
     assert_eq!(world(&containerd), made);
     unchanged(containerd.cgroup(), &set);
     drop(kubelet);

@@ -160,11 +160,11 @@ fn a_pod_that_waits_for_memory_shows_the_growing_pod() {
     node.wait("server", "to run", |pod| pod.phase() == "Running");
     workdir::wait_for("the server's status to name the hog", PATIENCE, || {
         let text = node.cli(&["describe", "pod", "server"]);
-        let told = text.lines().find(|line| line.trim_start().starts_with("Memory:"));
+        let waits = text.lines().find(|line| line.trim_start().starts_with("Memory:"));
         let because = " % of the last minute for memory, mostly for the growth of ";
-        match told.and_then(|line| line.split_once(because)) {
+        match waits.and_then(|line| line.split_once(because)) {
             Some((_, whose)) if whose.contains("hog-") => Ok(()),
-            _ => Err(memory_waits(&node, told)),
+            _ => Err(memory_waits(&node, waits)),
         }
     })
     .unwrap();

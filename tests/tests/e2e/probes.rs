@@ -101,8 +101,8 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
             }
         })
         .unwrap();
-        let told = format!("timed out after {timeout} s");
-        assert!(failed["detail"].as_str().unwrap().contains(&told), "{name}: {failed}");
+        let expected = format!("timed out after {timeout} s");
+        assert!(failed["detail"].as_str().unwrap().contains(&expected), "{name}: {failed}");
     }
     for mark in &marks {
         assert_eq!(processes(mark), Vec::<String>::new());
@@ -156,6 +156,6 @@ fn probe_ls_and_run_show_the_kernels_answers() {
     assert!(text.contains("1 listener(s)"), "{text}");
     let missing = probe(&agent, &["run", "web", "main", "startup"]);
     assert_eq!(missing.status.code(), Some(1));
-    let said = String::from_utf8(missing.stderr).unwrap();
-    assert!(said.contains("has no startup probe here"), "{said}");
+    let text = String::from_utf8(missing.stderr).unwrap();
+    assert!(text.contains("has no startup probe here"), "{text}");
 }

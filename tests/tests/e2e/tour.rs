@@ -37,16 +37,16 @@ fn commands(page: &str) -> Vec<Shown<'_>> {
 
 /// Returns true if the words of a page's line equal those of an output's line, except for numbers and their
 /// units, which differ between runs. `…` stands for any words.
-fn are_shown(shown: &[&str], said: &[&str]) -> bool {
+fn are_shown(shown: &[&str], output: &[&str]) -> bool {
     let is_number =
         |word: &str| word == "-" || (word.contains(|c: char| c.is_ascii_digit()) && !word.contains('/'));
-    match (shown, said) {
+    match (shown, output) {
         ([], []) => true,
         (["…", rest @ ..], _) => {
-            rest.is_empty() || (0..said.len()).any(|from| are_shown(rest, &said[from..]))
+            rest.is_empty() || (0..output.len()).any(|from| are_shown(rest, &output[from..]))
         }
-        ([one, shown @ ..], [other, said @ ..]) => {
-            (one == other || (is_number(one) && is_number(other))) && are_shown(shown, said)
+        ([one, shown @ ..], [other, output @ ..]) => {
+            (one == other || (is_number(one) && is_number(other))) && are_shown(shown, output)
         }
         _ => false,
     }
@@ -92,10 +92,10 @@ fn check(shown: &Shown<'_>, folder: &Path, beelet: &Command) {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     println!("# {command}\n{text}");
     assert!(output.status.success(), "{command}: {}\n{text}", output.status);
-    let mut said = text.lines();
+    let mut output = text.lines();
     for line in &shown.lines {
         let shown: Vec<&str> = line.split_whitespace().collect();
-        let is_it = |said: &str| are_shown(&shown, &said.split_whitespace().collect::<Vec<_>>());
-        assert!(said.any(is_it), "{command}: no {line:?} in:\n{text}");
+        let is_it = |output: &str| are_shown(&shown, &output.split_whitespace().collect::<Vec<_>>());
+        assert!(output.any(is_it), "{command}: no {line:?} in:\n{text}");
     }
 }

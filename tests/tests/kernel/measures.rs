@@ -323,7 +323,7 @@ fn every_exit_is_reported_once(cgroups: usize, processes: usize) {
     let containers: Vec<Container> =
         (0..cgroups).map(|index| place.container(&format!("burstable/pod{index}/c"), &[])).collect();
     // The edges are read while the processes run: a channel holds only some thousands.
-    let (told, expected) = std::thread::scope(|scope| {
+    let (reported, expected) = std::thread::scope(|scope| {
         let last = containers[0].load(None);
         let pid = last.pid();
         let edges = &edges;
@@ -346,7 +346,7 @@ fn every_exit_is_reported_once(cgroups: usize, processes: usize) {
     });
     assert_eq!(expected.values().map(Vec::len).sum::<usize>(), processes / cgroups * cgroups);
     for (process, ends) in &expected {
-        assert_eq!(told.get(process), Some(ends), "cgroup and process {process:?}");
+        assert_eq!(reported.get(process), Some(ends), "cgroup and process {process:?}");
     }
     let options = place.options();
     let programs = beelet_bpf::pinned(&options.bpffs, &options.pin_name).unwrap().programs;
@@ -500,15 +500,15 @@ fn containers_that_had_to_reclaim_memory_are_reported_with_the_pages() {
         load.run(&format!("stream {}", file.path().display())).unwrap();
         interference.read(&measures.snapshot().unwrap()).unwrap().reclaimers.memcg
     };
-    let pages = |told: &[(u64, u64)], of: &Container| {
-        told.iter().find(|(id, _)| *id == of.id()).map_or(0, |(_, pages)| *pages)
+    let pages = |freed: &[(u64, u64)], of: &Container| {
+        freed.iter().find(|(id, _)| *id == of.id()).map_or(0, |(_, pages)| *pages)
     };
     assert_eq!(pages(&read(&place, &other, &small), &hog), 0);
     // The daemon is not in a container, so its own reclaim sends no edge: the hog's does.
     read(&outside, &daemon, &small);
-    let told = read(&place, &hog, &file);
-    let [hog, other, daemon] = [&hog, &other, &daemon].map(|of| pages(&told, of));
-    println!("pages freed: hog {hog}, other {other}, daemon {daemon}: {told:?}");
+    let freed = read(&place, &hog, &file);
+    let [hog, other, daemon] = [&hog, &other, &daemon].map(|of| pages(&freed, of));
+    println!("pages freed: hog {hog}, other {other}, daemon {daemon}: {freed:?}");
     // Almost all of the pages that were read had to be freed, some of them perhaps by kernel threads, and a
     // half-life may have ended during the measurement.
     let read_by_hog = (1 << 30) / 4096;
@@ -541,12 +541,12 @@ fn reclaim_of_a_full_cgroup_matches_memory_pressure() {
     // other work.
     assert!(ours > 1_000_000, "{ours} ns");
     assert!(apart(ours, files) < 0.25, "{ours} ns, {files} ns");
-    let told = |edge: &Edge| matches!(edge, Edge::Pressure { cgroup_id, kind: PressureKind::Reclaim, above: true, .. } if *cgroup_id == container.id());
+    let is_reclaim = |edge: &Edge| matches!(edge, Edge::Pressure { cgroup_id, kind: PressureKind::Reclaim, above: true, .. } if *cgroup_id == container.id());
     // The kernel's programs judge one second at a time: on a busy machine, one reading may not fill a second.
     let heard = (0..10).any(|_| {
         let until = Instant::now() + Duration::from_secs(2);
         while let Ok(edge) = edges.recv_deadline(until) {
-            if told(&edge) {
+            if is_reclaim(&edge) {
                 return true;
             }
         }

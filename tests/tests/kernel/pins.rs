@@ -157,11 +157,11 @@ fn nothing_is_missed_while_programs_are_replaced() {
     place.start().stop(true).unwrap();
     let mut process = place.process();
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let told = std::sync::Arc::clone(&stop);
+    let stopped = std::sync::Arc::clone(&stop);
     let churn = std::thread::spawn(move || {
         let mut open = BTreeMap::new();
         let mut round = 0_usize;
-        while !told.load(std::sync::atomic::Ordering::Relaxed) {
+        while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
             let socket = process.socket(&format!("listen 127.0.0.1:{} reuseport", 3000 + round % 7));
             open.insert(socket.cookie, socket);
             if open.len() > 20 {

@@ -270,14 +270,14 @@ fn exits_are_reported_once_while_programs_are_replaced() {
     let later: Vec<u32> =
         answer.split(' ').map(|process| process.split(':').next().unwrap().parse().unwrap()).collect();
     let deadline = Instant::now() + PATIENCE;
-    let mut told = BTreeMap::new();
-    while !told.contains_key(later.last().unwrap()) {
+    let mut reported = BTreeMap::new();
+    while !reported.contains_key(later.last().unwrap()) {
         if let Edge::ContainerExited { pid, .. } = edges.recv_deadline(deadline).unwrap() {
-            *told.entry(pid).or_insert(0) += 1;
+            *reported.entry(pid).or_insert(0) += 1;
         }
     }
-    assert!(told.values().all(|times| *times == 1), "an exit was reported twice: {told:?}");
-    let missing: Vec<_> = later.iter().filter(|pid| !told.contains_key(pid)).collect();
+    assert!(reported.values().all(|times| *times == 1), "an exit was reported twice: {reported:?}");
+    let missing: Vec<_> = later.iter().filter(|pid| !reported.contains_key(pid)).collect();
     assert!(missing.is_empty(), "not reported: {missing:?}");
 }
 

@@ -300,7 +300,7 @@ struct Witness {
 impl Witness {
     fn start(socket: &Path) -> Witness {
         let (stop, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
-        let (stopped, told, socket) = (Arc::clone(&stop), Arc::clone(&seen), socket.to_path_buf());
+        let (stopped, records, socket) = (Arc::clone(&stop), Arc::clone(&seen), socket.to_path_buf());
         let thread = std::thread::spawn(move || {
             // An agent that is restarted has a new stream.
             while !stopped.load(Ordering::Relaxed) {
@@ -316,7 +316,7 @@ impl Witness {
                             known.extend(pod.map(|_| name));
                             let well = pod.is_some_and(|pod| pod.ready() && pod.restarts() == 0);
                             if !well && known.contains(name) {
-                                told.lock().unwrap().push(format!("{name}: {}", watch.describe()));
+                                records.lock().unwrap().push(format!("{name}: {}", watch.describe()));
                             }
                         }
                     }

@@ -53,11 +53,11 @@ fn a_pod_with_a_network_stack_of_its_own_is_ready_and_lives() {
         let view = scene.until("gvisor", kind, "to connect", connects);
         assert_eq!(view.result, Success, "{view:?}");
     }
-    let told = fell_back(&scene);
-    assert_eq!(told.len(), 3, "{told:?}");
+    let messages = fell_back(&scene);
+    assert_eq!(messages.len(), 3, "{messages:?}");
     let expected =
         format!("Readiness probe connects from now on: the kernel has no listener on port {}", listener.port);
-    assert!(told.iter().any(|message| message.starts_with(&expected)), "{told:?}");
+    assert!(messages.iter().any(|message| message.starts_with(&expected)), "{messages:?}");
 }
 
 #[test]

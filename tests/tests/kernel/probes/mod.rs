@@ -146,10 +146,10 @@ fn unaccepted_connections_fail_a_probe_until_they_are_accepted() {
     process.socket("hold 127.0.0.1:80");
     let update = scene.expect("web", Readiness, Failure);
     assert_eq!(update.kernel_ns, None, "the failure came from an edge");
-    let told: Vec<String> =
+    let messages: Vec<String> =
         scene.events.subscribe().borrow().all().iter().map(|event| event.message.clone()).collect();
     let expected = "Readiness probe failed: connections wait on port 80 and the application accepts none";
-    assert!(told.iter().any(|message| message == expected), "{told:?}");
+    assert!(messages.iter().any(|message| message == expected), "{messages:?}");
     let view = scene.view("web", Readiness);
     assert!(view.last.unwrap().detail.contains("accepts none"), "{:?}", scene.view("web", Readiness));
     process.send(&format!("accept {}", listener.id)).unwrap();
@@ -432,16 +432,16 @@ fn two_hundred_random_listeners_match_the_model() {
     let expected =
         |n: u16| if model.get(&n).is_some_and(|sockets| !sockets.is_empty()) { Success } else { Failure };
     let number = |view: &ProbeView| view.pod[1..].parse().unwrap();
-    let mut said: BTreeMap<String, ProbeResult> = BTreeMap::new();
+    let mut results: BTreeMap<String, ProbeResult> = BTreeMap::new();
     // An earlier update may agree with the model by chance: the table must agree too.
     wait_for("every probe to agree with the model", PATIENCE, || {
         while let Ok(Request::Probe(update)) = scene.updates.try_recv() {
-            said.insert(update.uid, update.result);
+            results.insert(update.uid, update.result);
         }
         if let Some(view) = scene.list().iter().find(|view| view.result != expected(number(view))) {
             return Err(format!("the table has {view:?}"));
         }
-        let wrong = (0..200).find(|n| *said.get(&format!("uid-p{n}")).unwrap_or(&Failure) != expected(*n));
+        let wrong = (0..200).find(|n| *results.get(&format!("uid-p{n}")).unwrap_or(&Failure) != expected(*n));
         wrong.map_or(Ok(()), |n| Err(format!("p{n} is not {:?}", expected(n))))
     })
     .unwrap();
@@ -478,12 +478,12 @@ fn over_a_hundred_restarts_of_the_agent_no_pod_flips_and_none_is_falsely_ready()
         process.close(goes);
         process.socket("listen 127.0.0.1:82");
     });
-    let mut said = BTreeMap::new();
-    while said.get("uid-closes") != Some(&Failure) || said.get("uid-comes") != Some(&Success) {
+    let mut results = BTreeMap::new();
+    while results.get("uid-closes") != Some(&Failure) || results.get("uid-comes") != Some(&Success) {
         let update = scene.next();
         if update.kind == Readiness {
             assert_ne!((update.uid.as_str(), update.result), ("uid-stays", Failure));
-            said.insert(update.uid, update.result);
+            results.insert(update.uid, update.result);
         }
     }
 }
