@@ -301,7 +301,7 @@ impl Foreign {
         Foreign { child: Process(child), lines }
     }
 
-    fn until_said(&mut self, beginning: &str) {
+    fn until_printed(&mut self, beginning: &str) {
         let mut line = String::new();
         while !line.starts_with(beginning) {
             line.clear();
@@ -325,7 +325,7 @@ fn a_plugin_on_pythons_grpc_registers_and_serves() {
         "one",
         "two",
     ]));
-    plugin.until_said("registered");
+    plugin.until_printed("registered");
     node.until_health("example.com/python", "Healthy");
     node.apply(
         "web",
