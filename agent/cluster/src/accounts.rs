@@ -1,6 +1,6 @@
-//! Service accounts and their tokens, as credential providers of image registries need them (KEP-4412). A
-//! token is asked for once, and again before it ends. Must never ask for an account that no pod of this node
-//! has: the API server would refuse.
+//! Service accounts and their tokens, for the credential providers of image registries (KEP-4412). A token is
+//! cached and renewed before it expires. Must never request an account that no pod of this node uses: the API
+//! server would refuse.
 
 use std::{
     collections::BTreeMap,
@@ -20,10 +20,10 @@ use crate::{
     url::escaped,
 };
 
-/// The most tokens that are kept.
+/// Maximum number of cached tokens.
 const KEPT: usize = 1000;
 
-/// Asks the API server.
+/// Reads service accounts and tokens from the API server.
 pub struct Accounts {
     client: Client,
     tokens: Mutex<BTreeMap<TokenReference, (Arc<str>, Instant)>>,
@@ -35,24 +35,24 @@ impl fmt::Debug for Accounts {
     }
 }
 
-fn told(error: &Error) -> AccountError {
+fn account_error(error: &Error) -> AccountError {
     AccountError(error.to_string())
 }
 
 impl Accounts {
-    /// Asks by `client`.
+    /// Sends requests through `client`.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client, tokens: Mutex::default() }
     }
 
-    /// An account by its namespace and name.
+    /// Returns an account by namespace and name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The account does not exist, or the API server does not answer.
     pub async fn account(&self, namespace: &str, name: &str) -> Result<Account, AccountError> {
         let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}", escaped(namespace), escaped(name));
-        let found = self.client.get(&path).await.map_err(|error| told(&error))?;
+        let found = self.client.get(&path).await.map_err(|error| account_error(&error))?;
         let metadata = &found["metadata"];
         let annotations = metadata["annotations"].as_object().into_iter().flatten();
         let annotations =
@@ -63,17 +63,18 @@ impl Accounts {
         })
     }
 
-    /// A token of an account, bound to a pod.
+    /// Returns a token of an account, bound to a pod.
     ///
     /// # Errors
-    /// The API server gives none.
+    /// The API server does not issue a token.
     pub async fn token(&self, of: &TokenReference) -> Result<Arc<str>, AccountError> {
         let now = Instant::now();
         let known = self.kept().get(of).filter(|(_, until)| *until > now).map(|(token, _)| Arc::clone(token));
         if let Some(token) = known {
             return Ok(token);
         }
-        let (token, lifetime) = request_token(&self.client, of).await.map_err(|error| told(&error))?;
+        let (token, lifetime) =
+            request_token(&self.client, of).await.map_err(|error| account_error(&error))?;
         let until = now.after(token::renew_after(lifetime, chance()));
         let mut kept = self.kept();
         kept.retain(|_, (_, until)| *until > now);

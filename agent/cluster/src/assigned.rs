@@ -1,4 +1,5 @@
-//! The pods that the API server assigns to this node, as it has them and as the node wants them.
+//! The pods that the API server assigns to this node: the API server's objects, and the pods to run that follow
+//! from these.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,43 +23,43 @@ use tracing::{error, info, warn};
 
 use crate::watch::{Collection, Sink, key_of};
 
-/// Annotations below this are the agent's own. A pod of the API server has no say in them, but for those of
+/// Prefix of the agent's own annotations. They are removed from pods of the API server, except those in
 /// [`USERS`].
 const OWN: &str = "beelet.dev/";
-/// Annotations below [`OWN`] that a pod's author sets.
+/// Annotations with the prefix [`OWN`] that a pod's author sets.
 const USERS: &[&str] = &[beelet_policy::probe::settings::POD_ANNOTATION];
 
-/// One pod.
+/// One assigned pod.
 #[derive(Clone, Debug)]
 pub(crate) struct Pod {
-    /// As the API server has it.
+    /// The API server's object.
     pub(crate) object: Arc<core::Pod>,
-    /// As the node runs it; None for the mirror of a static pod.
+    /// The pod to run; None for the mirror of a static pod.
     pub(crate) wanted: Option<Arc<core::Pod>>,
 }
 
-/// All of them. None before the first list. A copy shares what has not changed.
+/// All assigned pods. None before the first list. Copies share unchanged parts.
 pub(crate) type Pods = Option<OrdMap<PodName, Pod>>;
 
-/// Those that the node runs.
+/// The assigned pods without mirrors.
 #[derive(Debug, Default)]
 pub(crate) struct Assignment {
-    /// As it runs them.
+    /// The pods to run.
     pub(crate) pods: BTreeMap<PodName, Arc<core::Pod>>,
-    /// UIDs of those that can't be read and were not known before: what runs of them is left alone.
+    /// UIDs of the pods that can't be read and were unknown before: their running containers are left alone.
     pub(crate) unreadable: BTreeSet<String>,
 }
 
-/// The same. None before the first list.
+/// The assignment. None before the first list.
 pub(crate) type Wanted = Option<Arc<Assignment>>;
 
-/// The collection that they are in.
+/// Returns the collection of this node's pods.
 pub(crate) fn collection(node: &str) -> Collection {
     let field = Some(("spec.nodeName", node.to_owned()));
     Collection { path: "/api/v1/pods".to_owned(), field, streamed: false }
 }
 
-/// What should run by these pods.
+/// Returns the desired pods of an assignment.
 pub(crate) fn desired(wanted: &Wanted) -> Desired {
     match wanted {
         Some(wanted) => Desired {
@@ -70,7 +71,7 @@ pub(crate) fn desired(wanted: &Wanted) -> Desired {
     }
 }
 
-/// The node as far as pods may choose it.
+/// Returns the node's properties that pods can select.
 pub(crate) fn view(node: &core::Node) -> NodeView {
     NodeView {
         name: node.metadata.name.clone().unwrap_or_default(),
@@ -84,19 +85,19 @@ pub(crate) fn view(node: &core::Node) -> NodeView {
     }
 }
 
-/// Takes in what the API server says.
+/// Collects the watched pods and publishes them.
 pub(crate) struct Assigned {
     node: String,
     pods: OrdMap<PodName, Pod>,
-    /// UIDs of those of the node's that can't be read, and of which nothing is known from before.
+    /// UIDs of this node's pods that can't be read and were unknown before.
     unreadable: BTreeSet<String>,
     out: watch::Sender<Pods>,
-    /// Told only when something in it changes: most events are echoes of this node's statuses.
+    /// Sent only if a pod to run changes: most events are echoes of this node's statuses.
     wanted: watch::Sender<Wanted>,
     events: Recorder,
-    /// How many pods an earlier life of the agent knew.
+    /// Number of pods that an earlier run of the agent knew.
     remembered: usize,
-    /// The last list had no pod, where there were some.
+    /// True if the last list was unexpectedly empty.
     doubtful: bool,
 }
 
@@ -120,8 +121,8 @@ impl Assigned {
         }
     }
 
-    /// Returns true if a list may be believed. One that takes every pod away is asked for twice: it may come
-    /// from a backup, and after a restart nobody knows yet what runs.
+    /// Returns true if a list is credible. A list that removes every pod must come twice: the API server may
+    /// have been restored from a backup, and right after a restart the agent does not know yet which pods run.
     fn is_credible(&mut self, listed: &OrdMap<PodName, Pod>) -> bool {
         let own = |pods: &OrdMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
         let first = self.out.borrow().is_none();
@@ -134,12 +135,12 @@ impl Assigned {
         if before > 0 {
             let message = if doubtful {
                 format!(
-                    "the API server says again that no pod belongs to this node: {before} pods are terminated"
+                    "the API server assigns no pod to this node in a second list: terminating {before} pods"
                 )
             } else {
                 format!(
-                    "the API server says that no pod belongs to this node, where it named {before} before; it is asked \
-                     once more before any is stopped. Was its data restored from a backup?"
+                    "the API server assigns no pod to this node, {before} before; listing once more before terminating \
+                     them (was the API server restored from a backup?)"
                 )
             };
             error!(node = self.node, "{message}");
@@ -160,7 +161,7 @@ impl Assigned {
                 let (namespace, name) = key_of(object);
                 error!(
                     pod = format!("{namespace}/{name}"),
-                    why, "a pod of the API server can't be read; what runs of it stays as it is"
+                    why, "cannot read a pod of the API server; leaving its running containers alone"
                 );
                 return None;
             }
@@ -169,7 +170,7 @@ impl Assigned {
         let known = self.pods.get(&name);
         let wanted = (!mirror::is_mirror(&pod)).then(|| {
             let wanted = wanted(&pod);
-            // The same value while nothing in it changes: who follows sees that by its address.
+            // An unchanged pod keeps its address: subscribers compare addresses.
             let same = known.and_then(|known| known.wanted.clone()).filter(|known| **known == wanted);
             same.unwrap_or_else(|| Arc::new(wanted))
         });
@@ -185,7 +186,7 @@ impl Sink for Assigned {
                 listed.insert(name, pod);
                 continue;
             }
-            // Whose it is, only its UID says. A list that does not say it may take no pod away.
+            // Only the UID identifies an unreadable pod. A list with an unidentified pod may not remove pods.
             let Some(uid) = uid_of(object) else { return false };
             match self.of_uid(uid) {
                 Some((name, known)) => drop(listed.insert(name.clone(), known.clone())),
@@ -199,7 +200,7 @@ impl Sink for Assigned {
         info!(
             node = self.node,
             pods = listed.len(),
-            "the API server has said which pods belong to this node"
+            "received the list of this node's pods from the API server"
         );
         self.pods = listed;
         self.publish(true);
@@ -211,7 +212,7 @@ impl Sink for Assigned {
             let was_unreadable = uid_of(object).is_some_and(|uid| self.unreadable.remove(uid));
             let wanted = pod.wanted.clone();
             let before = self.pods.insert(name, pod).and_then(|before| before.wanted);
-            // `read` hands on the value there was while nothing in it changes.
+            // `read` reuses the known value if the pod is unchanged.
             let is_other = before.as_ref().map(Arc::as_ptr) != wanted.as_ref().map(Arc::as_ptr);
             self.publish(was_unreadable || is_other);
         } else if let Some(uid) = uid_of(object).filter(|uid| self.of_uid(uid).is_none()) {
@@ -221,7 +222,7 @@ impl Sink for Assigned {
     }
 
     fn deleted(&mut self, object: &Value) {
-        // Another of its name may be here by now; nothing else of what is gone counts.
+        // Only the UID counts: another pod of the same name may have replaced the deleted one.
         let uid = uid_of(object).unwrap_or_default();
         let known = self.of_uid(uid).map(|(name, pod)| (name.clone(), pod.wanted.is_some()));
         if let Some((name, is_wanted)) = known {
@@ -231,17 +232,17 @@ impl Sink for Assigned {
             self.publish(true);
         } else {
             let (namespace, name) = key_of(object);
-            warn!(pod = format!("{namespace}/{name}"), "the API server deletes a pod that it has not named");
+            warn!(pod = format!("{namespace}/{name}"), "the API server deleted an unknown pod");
         }
     }
 }
 
-/// An object's UID, if it has one.
+/// Returns an object's UID, if present.
 fn uid_of(object: &Value) -> Option<&str> {
     object["metadata"]["uid"].as_str().filter(|uid| !uid.is_empty())
 }
 
-/// The pod as the node runs it: without what others say of it, and with its origin.
+/// Returns the pod to run: without server-side metadata and the agent's own annotations, marked as an API pod.
 fn wanted(pod: &core::Pod) -> core::Pod {
     let mut pod = pod.clone();
     let metadata = &mut pod.metadata;
@@ -252,8 +253,8 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     };
     annotations.retain(|key, _| !is_ours(key));
     annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
-    // The API server knows three things better: that a pod has ended, what others say of its readiness gates,
-    // and which claims were made for it.
+    // The API server is the authority for three parts of the status: that a pod has ended, the conditions of its
+    // readiness gates, and the claims made for the pod.
     let status = pod.status.take();
     pod.status = status.and_then(|status| {
         if has_ended(Some(&status)) {
@@ -274,14 +275,14 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     pod
 }
 
-/// Why a pod can be none of this node. Names become folders.
+/// Returns the reason for which this node can't run a pod: names become folders.
 fn unsound(pod: &core::Pod) -> Option<String> {
     let is_name = |text: &str| {
         let sound = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
         !text.is_empty() && text.len() <= 253 && !text.starts_with('.') && text.chars().all(sound)
     };
     let metadata = &pod.metadata;
-    let Some(spec) = &pod.spec else { return Some("it has no spec".to_owned()) };
+    let Some(spec) = &pod.spec else { return Some("the pod has no spec".to_owned()) };
     let of_pod = [&metadata.uid, &metadata.namespace, &metadata.name].into_iter();
     let containers = spec.init_containers.iter().flatten().chain(&spec.containers).map(|c| c.name.as_str());
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|c| c.name.as_str());
@@ -400,12 +401,12 @@ mod tests {
         assert!(assigned.listed(vec![pod("a", "u1")]));
         assert!(!assigned.listed(Vec::new()));
         assert_eq!(uids(&pods), ["u1"]);
-        // It was a mistake; a later one is one more.
+        // Pods in the next list reset the suspicion: a later empty list must come twice again.
         assert!(assigned.listed(vec![pod("a", "u1")]));
         assert!(!assigned.listed(Vec::new()));
         assert!(assigned.listed(Vec::new()));
         assert!(uids(&pods).is_empty());
-        // Now that is nothing new.
+        // The node has no pods now: an empty list is credible at once.
         assert!(assigned.listed(Vec::new()));
     }
 
@@ -429,22 +430,22 @@ mod tests {
             broken["spec"]["containers"] = json!("ok");
             broken
         };
-        // After a restart nothing is known of it: what runs of it is left alone.
+        // After a restart the pod is unknown: its running containers are left alone.
         assert!(assigned.listed(vec![broken("u1"), pod("b", "u2")]));
         let unreadable = || desired(&wanted.borrow()).unreadable_uids.into_iter().collect::<Vec<_>>();
         assert_eq!((uids(&pods), unreadable()), (vec!["u2".to_owned()], vec!["u1".to_owned()]));
         assigned.applied(&pod("a", "u1"));
         assert_eq!((uids(&pods).len(), unreadable().len()), (2, 0));
-        // Known, it stays as it was known, in events and in lists.
+        // A known pod keeps its last readable state, in events and in lists.
         assigned.applied(&broken("u1"));
         assert!(assigned.listed(vec![broken("u1"), pod("b", "u2")]));
         assert_eq!((uids(&pods), unreadable().len()), (vec!["u1".to_owned(), "u2".to_owned()], 0));
-        // A list that does not say whose the broken one is changes nothing.
+        // A list with an unreadable pod that has no UID changes nothing.
         let mut nameless = broken("u1");
         nameless["metadata"] = json!(null);
         assert!(!assigned.listed(vec![nameless]));
         assert_eq!(uids(&pods).len(), 2);
-        // Its end is told by its UID alone.
+        // The UID alone identifies a deleted pod.
         assigned.deleted(&broken("u1"));
         assert_eq!(uids(&pods), ["u2"]);
         assigned.applied(&broken("u3"));

@@ -1,9 +1,9 @@
-//! What the API server said last, kept in the state folder: a node that starts without its API server runs
-//! its pods by it (docs/decisions/0020-autonomy.md).
+//! Cache of the API server's objects in the state folder: a node that starts without its API server runs its
+//! pods from this cache (docs/decisions/0020-autonomy.md).
 //!
-//! One record has the pods, the ConfigMaps and the services; another one the Secrets and the tokens, sealed
-//! by a key of the configuration, and is there only with one. What can't be read is as if it was never kept.
-//! Must never write a Secret or a token in the clear.
+//! The first record has the pods, the ConfigMaps and the services. The second record has the Secrets and the
+//! tokens, sealed by a key of the configuration; without a key there is no second record. An unreadable record
+//! counts as absent. Must never write a Secret or a token in the clear.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
@@ -33,26 +33,27 @@ use crate::{
     seal::{Key, Sealed},
 };
 
-/// The records.
+/// Name of the record of pods, ConfigMaps and services.
 const PLAIN: &str = "assigned";
+/// Name of the record of Secrets and tokens.
 const SEALED: &str = "assigned-secrets";
-/// Changes that come together are written together.
+/// Delay of a write after a change, to write changes in quick succession together.
 const SETTLE: Duration = Duration::from_secs(1);
-/// The least time between two writes while the agent runs: tokens are renewed all the time.
+/// Minimum time between two writes while the agent runs: tokens are renewed all the time.
 const BETWEEN: Duration = Duration::from_secs(10);
 
-/// How much is kept, and when it is used.
+/// Settings of the cache.
 #[derive(Debug)]
 pub struct Settings {
-    /// Whether anything is. If not, what was kept is removed.
+    /// True if the cache is written and used; otherwise an existing cache is removed.
     pub enabled: bool,
-    /// How long the API server may be silent, from the start on, before pods are started without it.
+    /// Time without an answer of the API server, from the start on, after which pods start from the cache.
     pub after: Duration,
-    /// The file of the key that seals Secrets and tokens.
+    /// File with the key that seals Secrets and tokens.
     pub key_file: Option<PathBuf>,
 }
 
-/// What was kept by an earlier life of the agent.
+/// The cache that an earlier run of the agent wrote.
 #[derive(Clone, Debug)]
 pub(crate) struct Remembered {
     pods: Wanted,
@@ -62,17 +63,18 @@ pub(crate) struct Remembered {
 }
 
 impl Remembered {
-    /// How many pods should run by it.
+    /// Returns the number of cached pods.
     pub(crate) fn count(&self) -> usize {
         self.pods.as_ref().map_or(0, |all| all.pods.len())
     }
 
-    /// What its pods refer to, as the API server said it.
+    /// Returns the cached objects that the pods refer to. Tokens stay mandatory.
     pub(crate) fn held(&self) -> Held {
         Held { tokens_optional: false, ..self.held.clone() }
     }
 
-    /// What should run by it. It is not the API server's word: what else runs is left alone.
+    /// Returns the desired pods of the cache, marked as not read from the API server: other running pods are left
+    /// alone.
     pub(crate) fn desired(&self, node: Option<NodeView>) -> Desired {
         Desired {
             objects: Arc::new(self.held.objects(&self.pods)),
@@ -82,8 +84,8 @@ impl Remembered {
         }
     }
 
-    /// Makes do without what nobody can say while the API server is away: tokens, which are of little use
-    /// without it, and the Secrets that only pulls of images need.
+    /// Makes those objects optional that an absent API server can't deliver: tokens, which are of little use
+    /// without the API server, and the Secrets that only image pulls need.
     fn make_do(&mut self) {
         self.held.tokens_optional = true;
         let pods: Vec<Arc<core::Pod>> = self.pods.iter().flat_map(|all| all.pods.values()).cloned().collect();
@@ -97,7 +99,7 @@ impl Remembered {
         self.held.services.get_or_insert_with(|| beelet_model::objects::Services::new(Vec::new()));
     }
 
-    /// The pods that wait until the API server is back, for what is not kept.
+    /// Returns the pods that wait for the API server because they need objects that are not cached.
     fn waiting(&self) -> Vec<(PodName, Arc<core::Pod>)> {
         let objects = self.held.objects(&self.pods);
         let waiting =
@@ -123,7 +125,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Opens it. A key that can't be read is as none, loudly.
+    /// Opens the cache. Logs a warning and goes on without a key if the key can't be read.
     pub(crate) async fn open(state: Arc<State>, settings: Settings, node: String) -> Self {
         let mut key = None;
         if let Some(path) = settings.key_file.clone().filter(|_| settings.enabled) {
@@ -132,14 +134,14 @@ impl Memory {
                 Ok(read) => key = Some(Arc::new(read)),
                 Err(cause) => warn!(
                     file = %path.display(), %cause,
-                    "the key for kept Secrets can't be read: they are not kept, and pods that need them wait for the API server"
+                    "cannot read the key for cached Secrets; not caching Secrets, pods that need them wait for the API server"
                 ),
             }
         }
         Self { state, settings, node, key }
     }
 
-    /// What was kept, if anything. What may not be kept any more is removed.
+    /// Reads the cache, if present. Removes the records that the settings don't allow.
     pub(crate) async fn load(&self) -> Option<Remembered> {
         if !self.settings.enabled {
             self.remove(PLAIN).await;
@@ -155,7 +157,7 @@ impl Memory {
             info!(
                 before = kept.node,
                 now = self.node,
-                "the node has another name now; what was kept is not used"
+                "the node's name changed; ignoring the cached objects of the API server"
             );
             return None;
         }
@@ -165,7 +167,7 @@ impl Memory {
         let pods = Some(Arc::new(Assignment { pods, ..Assignment::default() }));
         let mut remembered = Remembered { pods, held, node, at: kept.at };
         remembered.make_do();
-        debug!(pods = remembered.count(), kept_at = %kept.at, "what the API server said last is known");
+        debug!(pods = remembered.count(), kept_at = %kept.at, "read the cached objects of the API server");
         Some(remembered)
     }
 
@@ -175,7 +177,9 @@ impl Memory {
         let opened =
             key.open(&sealed).and_then(|text| data::from_json(&text).map_err(|problem| problem.to_string()));
         opened
-            .inspect_err(|cause| warn!(%cause, "kept Secrets can't be opened; has the key changed? They are read anew"))
+            .inspect_err(|cause| {
+                warn!(%cause, "cannot open cached Secrets (has the key changed?); reading them from the API server");
+            })
             .ok()
     }
 
@@ -186,11 +190,11 @@ impl Memory {
             Ok(Loaded::Absent) => None,
             Ok(Loaded::Quarantined { moved_to, reason }) => {
                 warn!(record = name, moved_to = %moved_to.display(), %reason,
-                    "what the API server said last can't be read; it is moved aside");
+                    "cannot read cached objects of the API server; moved the record aside");
                 None
             }
             Err(error) => {
-                warn!(record = name, %error, "what the API server said last can't be read");
+                warn!(record = name, %error, "cannot read cached objects of the API server");
                 None
             }
         }
@@ -199,7 +203,7 @@ impl Memory {
     async fn remove(&self, name: &'static str) {
         let state = Arc::clone(&self.state);
         if let Err(error) = blocking("a record", move || state.remove(name)).await {
-            warn!(record = name, %error, "what was kept of the API server's words can't be removed");
+            warn!(record = name, %error, "cannot remove cached objects of the API server");
         }
     }
 
@@ -208,14 +212,14 @@ impl Memory {
         match blocking("a record", move || state.store(name, &value)).await {
             Ok(()) => true,
             Err(error) => {
-                warn!(record = name, %error, "what the API server says can't be kept for a start without it");
+                warn!(record = name, %error, "cannot cache the API server's objects for a start without it");
                 false
             }
         }
     }
 
-    /// Publishes what is remembered, with an event, once the API server has been silent for too long. Ends
-    /// when it has answered, or when there is no more to do.
+    /// Publishes the cached pods, with an event, once the API server has been silent for too long. Returns after
+    /// publishing, or when the API server has listed the node's pods.
     pub(crate) async fn release(
         &self,
         remembered: Remembered,
@@ -226,7 +230,7 @@ impl Memory {
     ) {
         let silent = async {
             sleep(self.settings.after).await;
-            // A server that refuses this node is there: it may have its reasons.
+            // A server that refuses this node counts as present.
             presence.missing().await;
         };
         tokio::select! {
@@ -234,7 +238,7 @@ impl Memory {
             _ = pods.wait_for(Option::is_some) => return,
         }
         let message = format!(
-            "the API server has not answered for {} s: {} pods run by what it said last, at {}, until it does",
+            "the API server has not answered for {} s: running {} pods from the cache of {} until it does",
             self.settings.after.as_secs(),
             remembered.count(),
             remembered.at
@@ -242,14 +246,14 @@ impl Memory {
         warn!(node = self.node, "{message}");
         events.warning(Object::node(&self.node), "RunningWithoutAPIServer", message);
         for (name, pod) in remembered.waiting() {
-            let message = "it needs Secrets, or other objects, that are not kept on this node: it waits for the API server";
+            let message = "the pod waits for the API server: the node's cache lacks Secrets or other objects that the pod needs";
             warn!(pod = %name, "{message}");
             events.warning(Object::pod(&pod), "WaitingForAPIServer", message);
         }
         out.send_replace(Some(Arc::new(remembered)));
     }
 
-    /// Writes down what the API server says, whenever that changes, until `stop`; then once more.
+    /// Writes the API server's objects to the cache at each change until `stop`, and a last time then.
     pub(crate) async fn keep(
         &self,
         mut before: Held,
@@ -258,15 +262,15 @@ impl Memory {
         mut node: watch::Receiver<Option<Arc<core::Node>>>,
         stop: CancellationToken,
     ) {
-        let told = stop.run_until_cancelled(pods.wait_for(Option::is_some));
-        if !self.settings.enabled || told.await.is_none_or(|told| told.is_err()) {
+        let listed = stop.run_until_cancelled(pods.wait_for(Option::is_some));
+        if !self.settings.enabled || listed.await.is_none_or(|listed| listed.is_err()) {
             return stop.cancelled().await;
         }
         let (mut plain, mut secret) = (None, None);
         loop {
             let began = Instant::now();
             let assigned = pods.borrow_and_update().clone();
-            // What is referred to and not read yet is as it was.
+            // Objects that are not read yet keep their cached value.
             before = held.borrow_and_update().clone().or(before, &assigned);
             let view = node.borrow_and_update().as_deref().map(assigned::view);
             let content = Kept::of(&self.node, &assigned, &before, view);
@@ -283,12 +287,12 @@ impl Memory {
                     changed = pods.changed() => changed,
                     changed = held.changed() => changed,
                     changed = node.changed() => changed,
-                    // What could not be written is tried again.
+                    // Retry a failed write.
                     () = sleep(BETWEEN), if !is_kept => Ok(()),
                 }
             };
             tokio::select! {
-                // Nobody says anything any more: the agent ends.
+                // All senders are dropped: the agent is stopping.
                 changed = changed => if changed.is_err() { stop.cancelled().await },
                 () = stop.cancelled() => continue,
             }
@@ -299,7 +303,7 @@ impl Memory {
         }
     }
 
-    /// Returns false if they should be kept and are not.
+    /// Returns false if Secrets should be cached and are not.
     async fn keep_secrets(&self, known: &mut Option<KeptSecrets>, held: &Held) -> bool {
         let Some(key) = &self.key else { return true };
         let content = KeptSecrets::of(held);
@@ -311,7 +315,7 @@ impl Memory {
             Ok(sealed) => *known = self.write(SEALED, sealed).await.then_some(content),
             Err(cause) => {
                 *known = None;
-                warn!(cause, "Secrets can't be sealed, and are not kept");
+                warn!(cause, "cannot seal Secrets; not caching them");
             }
         }
         known.is_some()
@@ -324,7 +328,7 @@ mod tests {
 
     use super::*;
 
-    /// A keeper at work, and what it listens to.
+    /// A running keeper and its inputs.
     struct Keeper {
         memory: Arc<Memory>,
         node: watch::Sender<Option<Arc<core::Node>>>,
@@ -348,7 +352,7 @@ mod tests {
     }
 
     impl Keeper {
-        /// Looks once per second, by the clock of the test, for a record that is as wanted.
+        /// Polls once per second of the test's clock for a record that satisfies `wanted`.
         async fn until_kept(&self, wanted: impl Fn(&Remembered) -> bool) -> Remembered {
             for _ in 0..120 {
                 if let Some(kept) = self.memory.load().await.filter(&wanted) {
@@ -356,7 +360,7 @@ mod tests {
                 }
                 sleep(Duration::from_secs(1)).await;
             }
-            panic!("nothing of the kind was kept within two minutes");
+            panic!("no matching record was written within two minutes");
         }
 
         async fn end(self) {

@@ -1,5 +1,5 @@
-//! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two
-//! nodes at the same moment.
+//! Back-off between attempts of a request: doubled each time up to a bound, with jitter so that nodes don't retry
+//! at the same moment.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tokio::time::sleep;
 
 use crate::error::Error;
 
-/// A refusal whose pauses are still below this says nothing yet: about a second has passed since the first.
+/// Pause below which a refusal is inconclusive: about a second has passed since the first.
 const EARLY: Duration = Duration::from_millis(800);
 
 /// The pauses of one series of failures.
@@ -20,14 +20,14 @@ pub(crate) struct Backoff {
 }
 
 impl Default for Backoff {
-    /// Of requests whose failure holds nothing else up.
+    /// Returns the pauses of requests whose failure delays nothing else.
     fn default() -> Self {
         Self::new(Duration::from_millis(500), Duration::from_secs(30))
     }
 }
 
 impl Backoff {
-    /// The first pause and the longest, before chance makes them up to half as long again.
+    /// Sets the first and the longest pause, before jitter of up to half the pause is added.
     pub(crate) fn new(least: Duration, most: Duration) -> Self {
         Self { next: least, least, most }
     }
@@ -37,11 +37,11 @@ impl Backoff {
         self.next = self.least;
     }
 
-    /// The next pause; within reason never shorter than the server asks for.
+    /// Returns the next pause: at least the time that the server asks for, up to the longest pause.
     pub(crate) fn next(&mut self, asked: Option<Duration>) -> Duration {
         let pause = jittered(self.next);
         self.next = (self.next * 2).min(self.most);
-        // Whom the server asks for the same time must not come back together.
+        // Nodes that the server asks to wait for the same time must not return together.
         pause.max(
             asked.map(|asked| asked.min(self.most) + jittered(self.least) - self.least).unwrap_or_default(),
         )
@@ -53,8 +53,8 @@ impl Backoff {
     }
 }
 
-/// The pauses of what is asked for one pod: a refusal has a series of its own, which begins shorter. The API
-/// server's authorizer learns by a watch of its own which pods a node has, often a moment after the node.
+/// The pauses of the requests for one pod. Refusals have a separate series with a shorter first pause: the API
+/// server's authorizer learns a node's pods through a watch of its own, often a moment after the node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pauses {
     usual: Backoff,
@@ -75,24 +75,24 @@ impl Pauses {
         self.refused.reset();
     }
 
-    /// The series that an error belongs to.
+    /// Returns the series to which an error belongs.
     pub(crate) fn of(&mut self, error: &Error) -> &mut Backoff {
         if error.is_refusal() { &mut self.refused } else { &mut self.usual }
     }
 
-    /// Returns true for a refusal that the next try may well undo, of which nobody needs to be warned. In a
-    /// run of Kubernetes' suite the authorizer knew one object in five up to 0.3 s later than the node did.
+    /// Returns true for a refusal that needs no warning because the next attempt may succeed. In a run of
+    /// Kubernetes' suite the authorizer knew one object in five up to 0.3 s later than the node did.
     pub(crate) fn may_be_early(&self, error: &Error) -> bool {
         error.is_refusal() && self.refused.next < EARLY
     }
 
-    /// Waits for the next pause after something that was no error.
+    /// Waits for the next pause of the usual series.
     pub(crate) async fn wait(&mut self) {
         self.usual.wait(None).await;
     }
 }
 
-/// From `time` to half as much again.
+/// Returns a random duration between `time` and 1.5 times `time`.
 pub(crate) fn jittered(time: Duration) -> Duration {
     time + time.mul_f64(random() / 2.0)
 }
@@ -105,7 +105,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn pauses_grow_to_a_bound_and_begin_anew() {
+    fn pauses_grow_to_a_bound_and_start_over_after_a_reset() {
         let mut backoff = Backoff::new(SECOND, SECOND * 4);
         for least in [1, 2, 4, 4] {
             let pause = backoff.next(None);

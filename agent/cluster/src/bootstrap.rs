@@ -1,5 +1,5 @@
-//! From a bootstrap kubeconfig to one of the node's own, as `bootstrap.LoadClientCert` of the kubelet does
-//! it: the bootstrap identity may do nothing but ask for the node's certificate.
+//! Creates the node's kubeconfig from a bootstrap kubeconfig, as the kubelet's `bootstrap.LoadClientCert` does.
+//! The bootstrap identity may only request the node's certificate.
 
 use std::path::Path;
 
@@ -16,25 +16,25 @@ use crate::{
     kubeconfig,
 };
 
-/// Why there is no kubeconfig yet. Displayed, it is a whole sentence.
+/// Cause of a failed bootstrap.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{0}")]
     Kubeconfig(#[from] kubeconfig::Error),
     #[error("{0}")]
     Certificate(#[from] certificate::Error),
-    #[error("the kubeconfig can't be written: {0}")]
+    #[error("cannot write the kubeconfig: {0}")]
     Write(String),
 }
 
-/// A client with the bootstrap identity.
+/// Returns a client with the bootstrap identity.
 pub(crate) async fn client(bootstrap: &Path, options: &Options) -> Result<Client, kubeconfig::Error> {
     let (path, requests) = (bootstrap.to_owned(), options.requests.clone());
     let made = blocking("the bootstrap kubeconfig", move || kubeconfig::client(&path, &requests)).await?;
     Ok(Client::new(watch::channel(made).1))
 }
 
-/// Asks for a certificate, waits for it, and writes a kubeconfig that points to it.
+/// Requests a certificate, waits until it is issued, and writes a kubeconfig that points to the certificate.
 pub(crate) async fn run(bootstrap: &Path, options: &Options) -> Result<(), Error> {
     let client = client(bootstrap, options).await?;
     let store = Store::new(options.cert_dir.clone());
@@ -60,7 +60,7 @@ fn write(bootstrap: &Path, target: &Path, certificate: &Path) -> Result<(), Erro
     file.settle().map_err(|error| fail(&error))
 }
 
-/// Names are those of the kubelet's (`writeKubeconfigFromBootstrapping`).
+/// Returns the node's kubeconfig with the kubelet's names (`writeKubeconfigFromBootstrapping`).
 fn node_kubeconfig(cluster: &Cluster, certificate: &Path) -> Value {
     let mut server = json!({ "server": cluster.server });
     if let Some(data) = &cluster.certificate_authority_data {

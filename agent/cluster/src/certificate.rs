@@ -1,8 +1,8 @@
-//! The node's certificates, as a client and for its server: asked for, kept in files, dated.
+//! The node's client and serving certificates: requests, files, lifetimes.
 //!
 //! Files and names are the kubelet's (`certificate.FileStore`): `kubelet-client-TIME.pem` holds a certificate
-//! and its key, and `kubelet-client-current.pem` points to the one in use, so a kubelet that takes this node
-//! over goes on with it.
+//! and its key, and `kubelet-client-current.pem` points to the certificate in use, so a kubelet that replaces the
+//! agent on this node can use that certificate.
 
 use std::{
     collections::BTreeSet,
@@ -30,60 +30,60 @@ use crate::client::{self, Client};
 
 /// The collection of certificate requests.
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
-/// How long a request may wait for its approval before a new one is made.
+/// Maximum wait for the approval of a request before the next one.
 const PATIENCE: Duration = Duration::from_secs(900);
-/// How often a request is looked at.
+/// Interval of polls of a pending request.
 const LOOK: Duration = Duration::from_secs(2);
-/// Certificates of before that are kept.
+/// Number of previous certificates that are kept.
 const KEPT: usize = 3;
-/// The mode of the folder: keys are in it.
+/// Mode of the folder, which contains keys.
 const FOLDER: u32 = 0o700;
 
-/// Why there is no certificate. Displayed, it is a whole sentence.
+/// Cause of a failed request.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file can't be read or written.
     #[error("{path}: {cause}", path = .path.display())]
     File {
-        /// Which one.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         cause: String,
     },
-    /// The API server did not take the request, or did not answer.
+    /// The API server rejected the request or did not answer.
     #[error("{0}")]
     Api(#[from] client::Error),
-    /// Somebody refused it.
-    #[error("the certificate request {name} was refused ({reason}): {message}")]
+    /// The request was denied or failed.
+    #[error("certificate request {name} was refused ({reason}): {message}")]
     Refused {
         /// The request's name.
         name: String,
-        /// One word.
+        /// Reason, a single word.
         reason: String,
-        /// A sentence.
+        /// Message, a sentence.
         message: String,
     },
-    /// Nobody approved it in time.
+    /// The request was not approved in time.
     #[error(
-        "nobody approved the certificate request {name} within {} s: see `kubectl get csr`, and `kubectl certificate approve \
-         {name}`, or why the controller manager doesn't",
+        "certificate request {name} was not approved within {} s; check `kubectl get csr` and the controller manager, or run \
+         `kubectl certificate approve {name}`",
         PATIENCE.as_secs()
     )]
     Unanswered {
         /// The request's name.
         name: String,
     },
-    /// What came back is no certificate for the key.
-    #[error("the certificate for the request {name} can't be used: {cause}")]
+    /// The issued certificate does not match the key, or is not a certificate.
+    #[error("cannot use the certificate of request {name}: {cause}")]
     Unusable {
         /// The request's name.
         name: String,
-        /// Why.
+        /// The cause.
         cause: String,
     },
 }
 
-/// What a certificate is for.
+/// Purpose of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     Client,
@@ -91,7 +91,7 @@ enum Purpose {
 }
 
 impl Purpose {
-    /// What its files begin with.
+    /// Returns the prefix of file names.
     fn prefix(self) -> &'static str {
         match self {
             Self::Client => "kubelet-client",
@@ -99,7 +99,7 @@ impl Purpose {
         }
     }
 
-    /// What its requests begin with.
+    /// Returns the prefix of request names.
     fn request(self) -> &'static str {
         match self {
             Self::Client => "node-csr",
@@ -114,8 +114,8 @@ impl Purpose {
         }
     }
 
-    /// Older signers of client certificates want all three, newer ones take them. A key of an elliptic curve
-    /// enciphers no other.
+    /// Returns the key usages to request. Older signers of client certificates demand all three, newer ones accept
+    /// them. The serving certificate omits key encipherment: an elliptic-curve key can't encipher keys.
     fn usages(self) -> &'static [&'static str] {
         match self {
             Self::Client => &["digital signature", "key encipherment", "client auth"],
@@ -123,23 +123,23 @@ impl Purpose {
         }
     }
 
-    /// The name that points to the certificate in use.
+    /// Returns the name of the link to the certificate in use.
     fn current(self) -> String {
         format!("{}-current.pem", self.prefix())
     }
 
-    /// A key whose certificate was asked for, kept so that an agent that is started anew asks for the same.
+    /// Returns the file name of a pending request's key. A restarted agent continues this request.
     fn pending(self) -> String {
         format!("{}.key.tmp", self.prefix())
     }
 }
 
-/// What a server is asked by.
+/// Subject alternative names of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
-    /// Names of the DNS.
+    /// DNS names.
     pub names: BTreeSet<String>,
-    /// Addresses.
+    /// IP addresses.
     pub ips: BTreeSet<IpAddr>,
 }
 
@@ -162,42 +162,42 @@ impl Addresses {
     }
 }
 
-/// A PEM text without a certificate that can be read.
+/// A PEM text without a readable certificate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PemError {
     /// The text has no certificate.
-    #[error("there is no certificate in it")]
+    #[error("the file has no certificate")]
     NoCertificate,
     /// The certificate can't be parsed.
     #[error("{0}")]
     Unreadable(String),
 }
 
-/// From when to when a certificate holds.
+/// Validity period of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lifetime {
-    /// Not before this.
+    /// `notBefore` of the certificate.
     pub from: Timestamp,
-    /// Not after this.
+    /// `notAfter` of the certificate.
     pub until: Timestamp,
 }
 
 impl Lifetime {
-    /// The lifetime of the first certificate in a PEM text.
+    /// Returns the lifetime of the first certificate in a PEM text.
     ///
     /// # Errors
-    /// The text has no certificate, or one that can't be read.
+    /// The text has no readable certificate.
     pub fn of(pem: &[u8]) -> Result<Self, PemError> {
         Ok(first(pem)?.lifetime)
     }
 
-    /// It holds at `now`.
+    /// Returns true if the certificate is valid at `now`.
     #[must_use]
     pub fn covers(self, now: Timestamp) -> bool {
         self.from <= now && now < self.until
     }
 
-    /// When it is time for the next one: this part of its life has passed (0.7 to 0.9, as the kubelet's
+    /// Returns the time of the rotation: after this part of the lifetime (0.7 to 0.9, as in the kubelet's
     /// `nextRotationDeadline`).
     #[must_use]
     pub fn rotation(self, part: f64) -> Timestamp {
@@ -206,14 +206,14 @@ impl Lifetime {
     }
 }
 
-/// What is read of a certificate.
+/// The parsed parts of a certificate.
 struct Read {
     lifetime: Lifetime,
     public_key: Vec<u8>,
     addresses: Addresses,
 }
 
-/// The first certificate.
+/// Parses the first certificate of a PEM text.
 fn first(pem: &[u8]) -> Result<Read, PemError> {
     let mut blocks = Pem::iter_from_buffer(pem);
     let found = blocks.find_map(|block| block.ok().filter(|block| block.label == "CERTIFICATE"));
@@ -227,7 +227,7 @@ fn first(pem: &[u8]) -> Result<Read, PemError> {
     Ok(Read { lifetime, public_key, addresses: Addresses::of(&certificate) })
 }
 
-/// The folder of the certificates.
+/// Folder with the certificates of one purpose.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -235,33 +235,33 @@ pub struct Store {
 }
 
 impl Store {
-    /// The certificates that a node shows the API server are in `dir`. Nothing is touched yet.
+    /// Creates a store of client certificates in `dir`, without touching the folder.
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
         Self { dir, purpose: Purpose::Client }
     }
 
-    /// The certificates of the node's own server are in `dir`. Nothing is touched yet.
+    /// Creates a store of serving certificates in `dir`, without touching the folder.
     #[must_use]
     pub fn serving(dir: PathBuf) -> Self {
         Self { dir, purpose: Purpose::Serving }
     }
 
-    /// What the certificate in use says; none if there is none that can be read. Blocking.
+    /// Returns the lifetime and the names of the certificate in use, if readable. Blocking.
     #[must_use]
     pub fn in_use(&self) -> Option<(Lifetime, Addresses)> {
         let read = first(&fs::read(self.current()).ok()?).ok()?;
         Some((read.lifetime, read.addresses))
     }
 
-    /// The path that always leads to the certificate in use.
+    /// Returns the path of the link to the certificate in use.
     #[must_use]
     pub fn current(&self) -> PathBuf {
         self.dir.join(self.purpose.current())
     }
 
-    /// Puts a certificate and its key in use. Blocking.
-    fn put(&self, certificate: &str, key: &str, now: Timestamp) -> Result<(), Error> {
+    /// Stores a certificate with its key and points the link to it. Blocking.
+    fn install(&self, certificate: &str, key: &str, now: Timestamp) -> Result<(), Error> {
         let fail = |path: &Path, cause: &dyn std::fmt::Display| Error::File {
             path: path.to_owned(),
             cause: cause.to_string(),
@@ -283,16 +283,16 @@ impl Store {
             fs::rename(&fresh, &link)
         };
         point().map_err(|error| fail(&link, &error))?;
-        // The file system may have lost the link by the next boot only together with what is below.
+        // A crash that loses the link also undoes the removals below.
         self.forget_pending();
         self.sweep(&name);
         Ok(())
     }
 
-    /// Removes certificates of long ago. One that stays is harmless.
+    /// Removes old certificates, on a best-effort basis: leaving one behind is harmless.
     fn sweep(&self, newest: &str) {
         let Ok(entries) = fs::read_dir(&self.dir) else { return };
-        // The name in use has no digit there.
+        // The link's name has no digit there.
         let prefix = format!("{}-2", self.purpose.prefix());
         let mut old: Vec<_> = entries
             .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
@@ -304,7 +304,7 @@ impl Store {
         }
     }
 
-    /// The key whose certificate was asked for before, or a new one. Blocking.
+    /// Returns the key of the pending request, or generates and stores a key. Blocking.
     fn pending(&self) -> Result<KeyPair, Error> {
         let path = self.dir.join(self.purpose.pending());
         let fail =
@@ -321,15 +321,15 @@ impl Store {
         Ok(key)
     }
 
-    /// The next request is for a new key. Blocking.
+    /// Removes the pending key, so that the next request uses a new one. Blocking.
     fn forget_pending(&self) {
         let _ = fs::remove_file(self.dir.join(self.purpose.pending()));
     }
 
-    /// Asks for a certificate of the node for these addresses, waits until it is signed, and puts it in use.
+    /// Requests a certificate for these addresses, waits for the signature, and installs the certificate.
     ///
     /// # Errors
-    /// See [`Error`]. The same call again goes on waiting for the same request, unless that was refused.
+    /// See [`Error`]. A repeated call continues to wait for the same request, unless that was refused.
     pub async fn renew(
         &self,
         client: &Client,
@@ -351,13 +351,13 @@ impl Store {
             .map_err(|cause| Error::Unusable { name, cause: cause.to_string() })?
             .lifetime;
         let (store, key) = (self.clone(), key.serialize_pem());
-        let put = move || store.put(&certificate, &key, Timestamp::now());
-        beelet_base::blocking::blocking("a certificate", put).await?;
+        let install = move || store.install(&certificate, &key, Timestamp::now());
+        beelet_base::blocking::blocking("a certificate", install).await?;
         Ok(lifetime)
     }
 }
 
-/// A name that says which key it is for: an agent that is started anew finds its request.
+/// Returns a name derived from the key, so that a restarted agent finds its request.
 fn request_name(purpose: Purpose, key: &KeyPair) -> String {
     let digest = Sha256::digest(key.subject_public_key_info());
     let hex: String = digest.iter().take(20).map(|byte| format!("{byte:02x}")).collect();
@@ -389,7 +389,7 @@ fn request(
     })
 }
 
-/// The signed certificate, as PEM.
+/// Creates the request unless it exists, and returns the signed certificate as PEM.
 async fn ask(
     client: &Client,
     name: &str,
@@ -398,7 +398,7 @@ async fn ask(
 ) -> Result<String, Error> {
     let unusable = |cause: String| Error::Unusable { name: name.to_owned(), cause };
     match client.create(REQUESTS, &request.to_value()).await {
-        // It was asked for before.
+        // An earlier attempt created the request.
         Err(error) if !error.is_conflict() => return Err(error.into()),
         _ => {}
     }
@@ -420,7 +420,7 @@ async fn ask(
         if let Some(ByteString(signed)) = status.certificate.filter(|signed| !signed.0.is_empty()) {
             let public = first(&signed).map_err(|cause| unusable(cause.to_string()))?.public_key;
             if public != key.subject_public_key_info() {
-                return Err(unusable("it is for another key".to_owned()));
+                return Err(unusable("the certificate is for another key".to_owned()));
             }
             return String::from_utf8(signed).map_err(|error| unusable(error.to_string()));
         }
@@ -441,7 +441,7 @@ mod tests {
     use super::*;
     use crate::testing::Server;
 
-    /// Answers the one request that there is.
+    /// Sets the status of the only request.
     fn answer(
         server: &Server,
         status: impl Fn(&CertificateSigningRequest) -> CertificateSigningRequestStatus,
@@ -481,7 +481,7 @@ mod tests {
         let (server, dir) = (Server::default(), tempfile::tempdir().unwrap());
         let first_try = asking(&server, dir.path());
         asked(&server).await;
-        // The agent is started anew: the request is the same.
+        // A restarted agent uses the same request.
         first_try.abort();
         let second_try = asking(&server, dir.path());
         answer(&server, signed);

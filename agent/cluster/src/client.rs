@@ -1,5 +1,5 @@
-//! Requests to the API server, as JSON values. Whoever asks names the path; what comes back is bounded in
-//! size and time, and an error says what was asked, of whom, and why it failed.
+//! Requests to the API server, as JSON values. Callers choose the path. Answers are bounded in size and time.
+//! Errors contain the request and the cause.
 
 use std::{
     fmt,
@@ -27,18 +27,18 @@ use crate::{presence::Presence, url};
 
 pub use crate::error::{Error, Kind};
 
-/// Longest answer, in bytes: a list of 110 pods of the largest size that etcd takes.
+/// Maximum size of an answer, in bytes: a list of 110 pods of the largest size that etcd accepts.
 const MAX_ANSWER: usize = 256 << 20;
-/// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
+/// Maximum size of a watch event, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes add to that.
 const MAX_EVENT: usize = 16 << 20;
-/// The longest time that a server may ask to wait before the next try.
+/// Maximum accepted value of `Retry-After`.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-/// How long an answer may take, but for watches.
+/// Timeout of an answer, except for watches.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
-/// The annotation of the bookmark behind all that there was when a watch began (KEP-3157).
+/// Annotation of the bookmark that follows the initial events of a watch (KEP-3157).
 const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
 
-/// How a patch is applied.
+/// Kind of a patch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patch {
     /// Lists are merged by their keys.
@@ -59,23 +59,23 @@ impl Patch {
 /// One event of a watch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// The object is there, new or changed.
+    /// The object was added or changed.
     Applied(Value),
-    /// The object is gone; its last state.
+    /// The object was deleted; its last state.
     Deleted(Value),
-    /// Nothing older than this resource version will come.
+    /// All further events are newer than this resource version.
     Bookmark(String),
-    /// The same, of a watch that began with all there was: that has been sent.
+    /// The bookmark that ends the initial events of a watch.
     Complete(String),
 }
 
-/// The way to the API server. Clones share it. Behind it the connection may be replaced at any time, as when
-/// the client certificate is rotated.
+/// Client of the API server. Clones share the connection, which may be replaced at any time, e.g. when the client
+/// certificate is rotated.
 #[derive(Clone)]
 pub struct Client {
     newest: watch::Receiver<kube::Client>,
     presence: Presence,
-    /// A watch doesn't begin with what there is: the server was asked for it, and does not do it.
+    /// True if the server does not support initial events of a watch.
     lists_only: Arc<AtomicBool>,
 }
 
@@ -89,30 +89,30 @@ impl Client {
     /// Sends each request through the newest client of `newest`.
     #[must_use]
     pub fn new(newest: watch::Receiver<kube::Client>) -> Self {
-        Self::noting(newest, Presence::default())
+        Self::with_presence(newest, Presence::default())
     }
 
-    /// The same; how requests go is noted for others too.
-    pub(crate) fn noting(newest: watch::Receiver<kube::Client>, presence: Presence) -> Self {
+    /// Sends each request through the newest client of `newest`, and records each result in `presence`.
+    pub(crate) fn with_presence(newest: watch::Receiver<kube::Client>, presence: Presence) -> Self {
         Self { newest, presence, lists_only: Arc::default() }
     }
 
-    /// Returns true unless the server was found unable to begin a watch with all there is.
+    /// Returns true unless the server has refused to begin a watch with the initial events.
     pub(crate) fn has_streamed_lists(&self) -> bool {
         !self.lists_only.load(Ordering::Relaxed)
     }
 
-    /// From now on there is a list before each watch.
-    pub(crate) fn note_lists_only(&self) {
+    /// Makes each watch start with a list from now on.
+    pub(crate) fn disable_streamed_lists(&self) {
         self.lists_only.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the server answers.
+    /// Returns the record of the server's answers.
     pub(crate) fn presence(&self) -> &Presence {
         &self.presence
     }
 
-    /// Reads the object, list or whatever is at `path` (with its query, if any).
+    /// Reads the resource at `path`, which may have a query.
     ///
     /// # Errors
     /// See [`Error`].
@@ -120,7 +120,7 @@ impl Client {
         self.ask(Method::GET, path, None).await
     }
 
-    /// Makes an object in the collection at `path`.
+    /// Creates an object in the collection at `path`.
     ///
     /// # Errors
     /// See [`Error`].
@@ -128,7 +128,7 @@ impl Client {
         self.ask(Method::POST, path, Some(("application/json", object))).await
     }
 
-    /// Puts `object` in the place of the one at `path`.
+    /// Replaces the object at `path` by `object`.
     ///
     /// # Errors
     /// See [`Error`].
@@ -136,7 +136,7 @@ impl Client {
         self.ask(Method::PUT, path, Some(("application/json", object))).await
     }
 
-    /// Changes the object at `path`.
+    /// Patches the object at `path`.
     ///
     /// # Errors
     /// See [`Error`].
@@ -144,7 +144,7 @@ impl Client {
         self.ask(Method::PATCH, path, Some((kind.content_type(), change))).await
     }
 
-    /// Removes the object at `path` at once, if it still has this UID.
+    /// Deletes the object at `path` without a grace period, if its UID is still `uid`.
     ///
     /// # Errors
     /// See [`Error`].
@@ -156,21 +156,21 @@ impl Client {
         self.ask(Method::DELETE, path, Some(("application/json", &options))).await
     }
 
-    /// Follows what is at `path`, whose query must ask for a watch. The stream ends when the server ends it.
+    /// Watches `path`, whose query must request a watch. The stream ends when the server ends the watch.
     ///
     /// # Errors
-    /// See [`Error`]. After an error nothing more comes.
+    /// See [`Error`]. An error ends the stream.
     pub async fn watch(
         &self,
         path: &str,
     ) -> Result<impl Stream<Item = Result<Event, Error>> + Send + Unpin + use<>, Error> {
         let request = format!("watch {path}");
         let opened = self.open(&request, path).await;
-        self.presence.note(&opened);
+        self.presence.record(&opened);
         let answer = opened?;
         let body = answer.into_body().into_data_stream().map(|chunk| chunk.map_err(std::io::Error::other));
         let lines = StreamReader::new(body);
-        // What it begins with is a list, and as long as one at most.
+        // The initial events are a list and have its maximum size.
         let first = path.contains("sendInitialEvents=true").then_some(MAX_ANSWER);
         Ok(try_unfold((lines, request, first), |(mut lines, request, first)| async move {
             let Some(line) = line(&mut lines).await.map_err(|cause| Error::unreachable(&request, &cause))?
@@ -181,7 +181,7 @@ impl Client {
             let left = match first.filter(|_| !matches!(event, Event::Complete(_))) {
                 None => None,
                 Some(left) => match left.checked_sub(line.len()) {
-                    None => return Err(Error::unreachable(&request, &"it begins with too much")),
+                    None => return Err(Error::unreachable(&request, &"the initial events are too large")),
                     left => left,
                 },
             };
@@ -190,7 +190,7 @@ impl Client {
         .boxed())
     }
 
-    /// The answer to a request for a watch.
+    /// Sends a request for a watch and returns the answer.
     async fn open(&self, request: &str, path: &str) -> Result<Response<Body>, Error> {
         let sent = self.send(build(request, Method::GET, path, None)?);
         let answer = timeout(ANSWER, sent).await.map_err(|_| late(request))?;
@@ -204,7 +204,7 @@ impl Client {
     }
 
     async fn ask(&self, method: Method, path: &str, body: Option<(&str, &Value)>) -> Result<Value, Error> {
-        // Queries may be long, and say nothing to the reader of an error.
+        // A query may be long and does not help the reader of an error.
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let whole = async {
             let built = build(&request, method, path, body)?;
@@ -218,12 +218,12 @@ impl Client {
             beelet_codec::answer(&bytes).map_err(|cause| Error::unreachable(&request, &cause))
         };
         let answer = timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)));
-        self.presence.note(&answer);
+        self.presence.record(&answer);
         answer
     }
 }
 
-/// The request that errors call `name`.
+/// Builds a request; errors refer to it by `name`.
 fn build(
     name: &str,
     method: Method,
@@ -243,7 +243,8 @@ fn build(
     request.map_err(|error| unaskable(name, error.to_string()))
 }
 
-/// The name that can't be one may have any length.
+/// Returns the error of a request that can't be sent. Shortens the request, since an invalid name may have any
+/// length.
 fn unaskable(request: &str, message: String) -> Error {
     const MOST: usize = 256;
     let mut request = request.to_owned();
@@ -251,7 +252,7 @@ fn unaskable(request: &str, message: String) -> Error {
     Error { request, kind: Kind::Unaskable, message }
 }
 
-/// The answer, if its status is one of success.
+/// Returns the answer if its status is a success, and the server's error otherwise.
 async fn accepted(request: &str, answer: Response<Body>) -> Result<Response<Body>, Error> {
     let status = answer.status();
     if status.is_success() {
@@ -265,7 +266,7 @@ async fn accepted(request: &str, answer: Response<Body>) -> Result<Response<Body
     Err(refused(request, status.as_u16(), &value, retry_after.map(bounds::seconds)))
 }
 
-/// The error of a `metav1.Status`.
+/// Returns the error of a `metav1.Status`.
 fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duration>) -> Error {
     let words = status["message"].as_str().map(str::to_owned);
     let words = words.unwrap_or_else(|| {
@@ -294,7 +295,7 @@ fn failed(request: String, failure: &kube::Error) -> Error {
         causes.push(cause.to_string());
         source = cause.source();
     }
-    // The innermost cause says it: the layers above repeat one another.
+    // Only the innermost cause is useful: the outer ones repeat one another.
     let message = causes.pop().unwrap_or_default();
     let untrusted = message.contains("invalid peer certificate");
     Error { request, kind: if untrusted { Kind::Untrusted } else { Kind::Unreachable }, message }
@@ -304,7 +305,7 @@ fn late(request: &str) -> Error {
     Error::unreachable(request, &format_args!("no answer within {} s", ANSWER.as_secs()))
 }
 
-/// The next line without its end; nothing at the end of the stream.
+/// Returns the next line without its newline; None at the end of the stream.
 async fn line(stream: &mut (impl AsyncBufRead + Unpin)) -> std::io::Result<Option<Vec<u8>>> {
     let mut line = Vec::new();
     let read = stream.take(MAX_EVENT as u64).read_until(b'\n', &mut line).await?;
@@ -336,7 +337,7 @@ fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
             let code = object["code"].as_u64().and_then(|code| u16::try_from(code).ok()).unwrap_or(500);
             Err(refused(request, code, &object, None))
         }
-        other => Err(Error::unreachable(request, &format_args!("an event of the unknown type {other:?}"))),
+        other => Err(Error::unreachable(request, &format_args!("unknown event type {other:?}"))),
     }
 }
 
@@ -375,7 +376,7 @@ mod tests {
         assert!(error.is_expired());
         assert_eq!(
             error.to_string(),
-            "watch /api/v1/pods: the API server says 410: too old resource version: 1 (9)"
+            "watch /api/v1/pods: the API server answered 410: too old resource version: 1 (9)"
         );
     }
 
@@ -422,7 +423,7 @@ mod tests {
         for error in [client.get(path).await.unwrap_err(), client.watch(path).await.map(drop).unwrap_err()] {
             assert_eq!(error.kind, Kind::Unaskable);
             assert!(!error.is_transient() && !error.is_absence() && error.is_not_found());
-            let words = "the API server can't be asked this: the name \"..\" may not be '..'";
+            let words = "invalid request: the name \"..\" may not be '..'";
             assert!(error.to_string().ends_with(words), "{error}");
         }
         let long = format!("/api/v1/namespaces/shop/secrets/{}", "a".repeat(300_000));
@@ -430,7 +431,7 @@ mod tests {
         assert!(error.kind == Kind::Unaskable && error.is_not_found());
         let words = "a\" is longer than 512 bytes";
         assert!(error.to_string().ends_with(words) && error.to_string().len() < 700, "{error}");
-        // A character that no URL may have, which nobody escaped.
+        // An unescaped character that is invalid in a URL.
         assert_eq!(client.get("/api/v1/a b").await.unwrap_err().kind, Kind::Unaskable);
         assert!(server.requests().is_empty());
         assert!(client.presence().is_unknown());

@@ -1,5 +1,5 @@
-//! The way from a kubeconfig to clients of the API server and the identity that they share. Where there is no
-//! kubeconfig yet, a bootstrap kubeconfig gets one.
+//! Creates clients of the API server and their shared identity from a kubeconfig. A bootstrap kubeconfig, if set,
+//! creates a missing kubeconfig.
 
 use std::{path::Path, time::Duration};
 
@@ -18,17 +18,17 @@ use crate::{
     rotation::Identity,
 };
 
-/// Reads the kubeconfig, or makes it with the help of the bootstrap kubeconfig, however long that takes.
-/// Clients of what is returned follow the identity as long as [`Identity::keep`] runs.
+/// Reads the kubeconfig, or creates it through the bootstrap kubeconfig, without a time limit. The returned client
+/// follows changes of the identity while [`Identity::keep`] runs.
 ///
 /// # Errors
-/// The kubeconfig can't be used, and there is no bootstrap kubeconfig.
+/// The kubeconfig is unusable and no bootstrap kubeconfig is set.
 pub async fn connect(options: Options) -> Result<(Client, Identity), kubeconfig::Error> {
     let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
     loop {
         let found = read(&options.kubeconfig).await;
         let expired = match (&options.bootstrap, found) {
-            // The server is asked whether it takes the certificate: it is the clock that may be wrong.
+            // The server decides on the certificate's lifetime: the node's clock may be wrong.
             (None, Ok(_)) => break,
             (None, Err(error)) => return Err(error),
             (Some(_), Ok(Some(lifetime))) => !lifetime.covers(Timestamp::now()),
@@ -36,11 +36,11 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), kubeconfig:
             (Some(_), Err(_)) => true,
         };
         let Some(bootstrap) = options.bootstrap.as_deref().filter(|_| expired) else { break };
-        info!(kubeconfig = %bootstrap.display(), "asking for a client certificate");
+        info!(kubeconfig = %bootstrap.display(), "requesting a client certificate");
         match bootstrap::run(bootstrap, &options).await {
             Ok(()) => info!(kubeconfig = %options.kubeconfig.display(), "got a client certificate"),
             Err(error) => {
-                warn!("cannot get a client certificate, trying on: {error}");
+                warn!("cannot get a client certificate, retrying: {error}");
                 backoff.wait(None).await;
             }
         }
@@ -48,11 +48,11 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), kubeconfig:
     let changes = watch::Sender::new(0);
     let first = Connections::new(&options, &changes).open().await?;
     let newest = watch::Sender::new(first);
-    let client = Client::noting(newest.subscribe(), options.presence.clone());
+    let client = Client::with_presence(newest.subscribe(), options.presence.clone());
     Ok((client, Identity::new(options, newest, changes)))
 }
 
-/// Checks that the kubeconfig can be used. Returns the lifetime of its client certificate, if it has one.
+/// Checks that the kubeconfig is usable. Returns the lifetime of its client certificate, if it has one.
 async fn read(kubeconfig: &Path) -> Result<Option<Lifetime>, kubeconfig::Error> {
     let path = kubeconfig.to_owned();
     blocking("the kubeconfig", move || {

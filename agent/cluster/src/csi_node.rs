@@ -1,7 +1,6 @@
-//! What storage plugins say of the node: its CSINode, and what of it is on the Node: the annotation with its
-//! names in their words, and the labels of their topology. The CSINode says too which kinds of volumes the
-//! node hands to storage plugins. As the kubelet's `nodeinfomanager`. Must never take a driver out that has
-//! merely not registered again yet.
+//! The node's data of storage plugins, as the kubelet's `nodeinfomanager` publishes it: the CSINode, and on the Node
+//! the annotation with the plugins' names of the node and the topology labels. The CSINode also lists the volume
+//! types that are migrated to CSI. Must never remove a driver that merely has not registered again yet.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -25,21 +24,21 @@ use crate::{
     client::{Client, Error, Patch},
 };
 
-/// The collection.
+/// Path of the CSINodes.
 const CSI_NODES: &str = "/apis/storage.k8s.io/v1/csinodes";
 
-/// What it is made of.
+/// Inputs of [`keep`].
 #[derive(Debug)]
 pub struct Inputs {
     /// The node's name.
     pub node_name: String,
-    /// The Node as it is seen; None until it is registered.
+    /// The watched Node; None until the Node is registered.
     pub node: watch::Receiver<Option<Arc<Node>>>,
     /// The drivers.
     pub drivers: watch::Receiver<Arc<Drivers>>,
 }
 
-/// Keeps it until `stop`.
+/// Maintains the CSINode until `stop`.
 pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         stop.run_until_cancelled(run(client, inputs)).await;
@@ -57,7 +56,7 @@ async fn run(client: Client, inputs: Inputs) {
         let written = write(&client, &node_name, &seen, &of).await;
         if let Err(error) = written {
             if !std::mem::replace(&mut failing, true) {
-                warn!(%error, "cannot write what storage plugins say of the node; trying again");
+                warn!(%error, "cannot write the CSINode, retrying");
             }
             client.presence().pause(&mut backoff, &error).await;
             continue;
@@ -79,9 +78,9 @@ async fn run(client: Client, inputs: Inputs) {
 async fn write(client: &Client, name: &str, node: &Node, drivers: &Drivers) -> Result<(), Error> {
     if let Some(change) = change_of_node(node, drivers) {
         match client.patch(&format!("/api/v1/nodes/{name}"), Patch::Merge, &change).await {
-            // A label that the node may not have: its CSINode says where it is all the same.
+            // The node may not set one of the labels: the CSINode has the topology all the same.
             Err(error) if !error.is_transient() && !error.is_not_found() && !error.is_conflict() => {
-                warn!(%error, "what storage plugins say of the node is not on the Node");
+                warn!(%error, "cannot write the storage plugins' labels and annotations to the Node");
             }
             patched => drop(patched?),
         }
@@ -108,7 +107,7 @@ async fn write(client: &Client, name: &str, node: &Node, drivers: &Drivers) -> R
     }
 }
 
-/// A CSINode as it should be; None if it is.
+/// Returns the changed CSINode, or None if it is up to date.
 fn changed(mut found: CSINode, drivers: &Drivers) -> Option<CSINode> {
     let (drivers, migrated) = (csi::changed_drivers(&found, drivers), migration::changed_annotation(&found));
     if drivers.is_none() && migrated.is_none() {
@@ -127,7 +126,7 @@ fn read(path: &str, value: &Value) -> Result<CSINode, Error> {
     CSINode::from_value(value).map_err(|problem| Error::unreachable(path, &problem))
 }
 
-/// What must be changed of the Node, as a merge patch.
+/// Returns the merge patch of the Node, if it needs one.
 fn change_of_node(node: &Node, drivers: &Drivers) -> Option<Value> {
     let annotations = node.metadata.annotations.clone().unwrap_or_default();
     let mut changed = Map::new();
@@ -141,7 +140,7 @@ fn change_of_node(node: &Node, drivers: &Drivers) -> Option<Value> {
     }
     let (labels, collision) = csi::missing_labels(&node.metadata.labels.clone().unwrap_or_default(), drivers);
     if let Some(collision) = collision {
-        warn!("a storage plugin's topology is not on the Node: {collision}");
+        warn!("cannot label the Node with a storage plugin's topology: {collision}");
     }
     let mut metadata = Map::new();
     if !changed.is_empty() {

@@ -1,39 +1,38 @@
-//! Errors of requests to the API server, and all that callers decide by.
+//! Errors of requests to the API server and their classification.
 
 use std::{fmt, time::Duration};
 
-/// Why a request failed. Displayed, it is a whole sentence.
+/// Failure of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// The method and path that were asked for.
+    /// Method and path of the request.
     pub request: String,
-    /// What kind of failure it was.
+    /// Kind of the failure.
     pub kind: Kind,
-    /// The server's words, or the cause.
+    /// The server's message, or the cause.
     pub message: String,
 }
 
-/// All that a caller may decide by.
+/// Kind of a failure, for callers' decisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// No answer: refused, reset, too late, or an answer that is no answer.
+    /// No valid answer: connection refused or reset, timeout, or an answer that does not fit the request.
     Unreachable,
-    /// The server's certificate is not one that the kubeconfig's authority signed, or is not valid now.
+    /// The server's certificate is not signed by the kubeconfig's authority, or is not valid now.
     Untrusted,
-    /// The request can't be made: a name in it can't be one. Nobody was asked, so it says nothing of the
-    /// server.
+    /// The request contains an invalid name and was not sent, so the failure is no hint about the server.
     Unaskable,
     /// The server answered with this status.
     Status {
         /// The HTTP status.
         code: u16,
-        /// How long the server asks to wait before the next try.
+        /// Time that the server asks to wait before the next attempt.
         retry_after: Option<Duration>,
     },
 }
 
 impl Error {
-    /// The same request may succeed later without anybody's help.
+    /// Returns true if the same request may succeed later without intervention.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self.kind {
@@ -43,17 +42,17 @@ impl Error {
         }
     }
 
-    /// No answer came, or one that does not fit the request.
+    /// Returns the error of a missing answer, or of an answer that does not fit the request.
     pub(crate) fn unreachable(request: &str, cause: &dyn fmt::Display) -> Self {
         Self { request: request.to_owned(), kind: Kind::Unreachable, message: cause.to_string() }
     }
 
-    /// There was no server that could be asked.
+    /// Returns true if no trusted server answered.
     pub(crate) fn is_absence(&self) -> bool {
         matches!(self.kind, Kind::Unreachable | Kind::Untrusted)
     }
 
-    /// The HTTP status, if the server answered.
+    /// Returns the HTTP status, if the server answered.
     #[must_use]
     pub fn code(&self) -> Option<u16> {
         match self.kind {
@@ -62,27 +61,27 @@ impl Error {
         }
     }
 
-    /// Returns true if what was asked for is not there, or can't be: nothing has such a name.
+    /// Returns true if the object does not exist, or can't exist because its name is invalid.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.code() == Some(404) || self.kind == Kind::Unaskable
     }
 
-    /// It is there already, or has changed meanwhile.
+    /// Returns true if the object exists already, or has changed since it was read.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         self.code() == Some(409)
     }
 
-    /// Whoever asks has no right to, or not yet.
+    /// Returns true if the node lacks the permission, possibly only for now.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         self.code() == Some(403)
     }
 
-    /// A watch was asked to begin at a version that the server has forgotten, or can't know: one that an
-    /// earlier life of it gave, or that is none. client-go lists again after these too
-    /// (`isExpiredError`, `isTooLargeResourceVersionError` in its reflector).
+    /// Returns true if the server can't begin a watch at the requested resource version: it is too old, invalid, or
+    /// from an earlier run of the server. client-go's reflector lists again after these errors, too
+    /// (`isExpiredError`, `isTooLargeResourceVersionError`).
     #[must_use]
     pub fn is_expired(&self) -> bool {
         match self.code() {
@@ -92,7 +91,7 @@ impl Error {
         }
     }
 
-    /// The time that the server asks to wait.
+    /// Returns the time that the server asks to wait.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.kind {
@@ -109,11 +108,11 @@ impl fmt::Display for Error {
             Kind::Unreachable => write!(f, "{request}: the API server did not answer: {message}"),
             Kind::Untrusted => write!(
                 f,
-                "{request}: the API server's certificate is not trusted: {message}. If the cluster's CA has changed, put the \
-                 new one into the kubeconfig; if this machine's clock is wrong, set it"
+                "{request}: the API server's certificate is not trusted: {message}; update the CA in the kubeconfig if the \
+                 cluster's CA has changed, or set this machine's clock"
             ),
-            Kind::Unaskable => write!(f, "{request}: the API server can't be asked this: {message}"),
-            Kind::Status { code, .. } => write!(f, "{request}: the API server says {code}: {message}"),
+            Kind::Unaskable => write!(f, "{request}: invalid request: {message}"),
+            Kind::Status { code, .. } => write!(f, "{request}: the API server answered {code}: {message}"),
         }
     }
 }

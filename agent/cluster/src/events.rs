@@ -1,8 +1,8 @@
-//! The node's events, as the API server's: correlated as client-go does it (`policy::node::events`), one
-//! request at a time, no more per second than configured.
+//! Writes the node's events to the API server: correlated as in client-go (`policy::node::events`), one request at a
+//! time, at the configured rate.
 //!
-//! The event log itself is the queue. While the API server is away the log goes on, and what it forgets
-//! meanwhile (the oldest beyond its bound) is not sent. Nothing else waits for this.
+//! The event log itself is the queue. While the API server is away the log continues, and events that the log drops
+//! (the oldest beyond its bound) are not sent. No other task waits for this one.
 
 use std::time::Duration;
 
@@ -29,9 +29,9 @@ use crate::{
     url::escaped,
 };
 
-/// The reporting component: what looks for a kubelet's events finds them.
+/// Reporting component: the kubelet's, so that queries for a kubelet's events match.
 const REPORTER: &str = "kubelet";
-/// The namespace of events about the node, which has none.
+/// Namespace of events about the node, which is not namespaced.
 const DEFAULT: &str = "default";
 
 /// Counters.
@@ -43,30 +43,30 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("beelet_api_events", "Events written to the API server", self.sent.clone());
-        let help = "Events that were not sent because their object told too much lately";
+        let help = "Events not sent because their object had too many events recently";
         registry.register("beelet_api_events_held_back", help, self.held_back.clone());
-        let help = "Events that the API server refused for good";
+        let help = "Events that the API server refused permanently";
         registry.register("beelet_api_events_refused", help, self.refused.clone());
     }
 }
 
-/// What the events are about and where they come from.
+/// Source and limits of the events.
 #[derive(Clone, Debug)]
 pub struct Source {
     /// The node's name.
     pub node_name: String,
-    /// Since when; what happened before, an earlier agent told.
+    /// Start of the agent; an earlier run has sent older events.
     pub began: Timestamp,
-    /// Events per second at most; 0: no limit.
+    /// Maximum number of events per second; 0 for no limit.
     pub per_second: u32,
-    /// Events at once after a quiet time.
+    /// Maximum number of events at once after a quiet time.
     pub burst: u32,
 }
 
-/// Sends what is new in the log until `stop`.
+/// Sends new events of the log until `stop`.
 pub async fn send(
     client: Client,
     log: watch::Receiver<Log>,
@@ -113,7 +113,7 @@ impl Sender {
         }
     }
 
-    /// Writes one, however long it takes; gives up one that will never be taken.
+    /// Writes an event, without a time limit; drops an event that the API server refuses permanently.
     async fn deliver(&mut self, about: &Object, mut outgoing: Outgoing) {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         loop {
@@ -123,23 +123,23 @@ impl Sender {
                     self.correlator.written(&outgoing.key, Some(name));
                     self.metrics.sent.inc();
                     if std::mem::take(&mut self.failing) {
-                        info!("events reach the API server again");
+                        info!("writing events to the API server again");
                     }
                     return;
                 }
                 Err(error) => error,
             };
             if error.is_not_found() && outgoing.name.is_some() {
-                // The API server forgets events after an hour: it is a new one to it.
+                // The API server removes events after an hour: create the event again.
                 outgoing.name = None;
                 self.correlator.written(&outgoing.key, None);
             } else if error.is_transient() {
                 if !std::mem::replace(&mut self.failing, true) {
-                    warn!("events don't reach the API server, trying on: {error}");
+                    warn!("cannot write events to the API server, retrying: {error}");
                 }
                 self.client.presence().pause(&mut backoff, &error).await;
             } else {
-                // As when the pod's namespace is going.
+                // E.g. the pod's namespace is being deleted.
                 debug!("the API server refused an event: {error}");
                 self.metrics.refused.inc();
                 return;
@@ -164,7 +164,7 @@ impl Sender {
             return Ok(name.clone());
         }
         let object = reference(about);
-        // As client-go names them: nobody else makes one of this name.
+        // A unique name in client-go's format.
         let instant = Timestamp::now().as_nanosecond();
         let name = format!("{}.{instant:x}", object.name.as_deref().unwrap_or_default());
         let event = event(&self.source.node_name, object, namespace, &name, outgoing);
@@ -177,7 +177,7 @@ fn rfc3339(at: Timestamp) -> String {
     format!("{at:.0}")
 }
 
-/// The log's event, in the words of the correlator.
+/// Converts an event of the log for the correlator.
 fn incoming(event: &Event) -> Incoming {
     let object = match &event.object {
         Object::Pod { name, uid, container, .. } => {
@@ -198,7 +198,7 @@ fn incoming(event: &Event) -> Incoming {
 fn reference(about: &Object) -> core::ObjectReference {
     let (kind, namespace, name, uid) = match about {
         Object::Pod { name, uid, .. } => ("Pod", Some(name.namespace.clone()), &name.name, uid),
-        // The kubelet's way: `kubectl describe node` looks for it.
+        // As in the kubelet, the UID is the name: `kubectl describe node` searches for it.
         Object::Node { name } => ("Node", None, name, name),
         Object::Claim { namespace, name, uid } => {
             ("PersistentVolumeClaim", Some(namespace.clone()), name, uid)
@@ -251,10 +251,10 @@ fn event(
     }
 }
 
-/// So many per second on average, and some at once.
+/// Rate limit: an average rate and a burst.
 struct Pace {
     every: Duration,
-    /// When the tokens are all there again; the burst is how far this may be ahead.
+    /// Time at which all tokens are available again; at most `ahead` in the future.
     full: Instant,
     ahead: Duration,
 }
@@ -310,7 +310,7 @@ mod tests {
     }
 
     impl Sending {
-        /// Waits until so many requests were made.
+        /// Waits for at least `wanted` requests and returns them.
         async fn requests(&self, wanted: usize) -> Vec<String> {
             self.server.until(|requests| requests.len() >= wanted).await
         }
@@ -340,7 +340,7 @@ mod tests {
             (&json!("kubelet"), &json!("n1"))
         );
         assert_eq!((&event["source"]["host"], &event["type"]), (&json!("n1"), &json!("Normal")));
-        // The API server forgets it: it is made again, with its count.
+        // The API server removed the event: the agent creates it again, with its count.
         server.remove(path);
         sending.recorder.normal(web(), "Pulled", "it is here");
         let all = sending.requests(4).await;

@@ -1,4 +1,4 @@
-//! Objects and tokens of the API server that pods refer to, as far as they were read.
+//! Objects and tokens of the API server that pods refer to and that have been read.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,28 +14,28 @@ use beelet_policy::pod::references::{self, Reference, TokenReference};
 
 use crate::assigned::Wanted;
 
-/// Objects and tokens that were read so far.
+/// Objects and tokens that have been read.
 #[derive(Clone, Default, PartialEq)]
 pub(crate) struct Held {
-    /// None: it isn't there.
+    /// The object; None if it does not exist.
     pub(crate) objects: BTreeMap<Reference, Option<Object>>,
     pub(crate) tokens: BTreeMap<TokenReference, Arc<str>>,
-    /// Pods start without those that are missing: the API server is away.
+    /// True if pods may start without missing tokens because the API server is away.
     pub(crate) tokens_optional: bool,
-    /// None: not told yet.
+    /// The services; None until listed.
     pub(crate) services: Option<Services>,
-    /// None: not told yet, or no pod wants any.
+    /// The trust bundles; None until listed, or if no pod needs one.
     pub(crate) trust_bundles: Option<TrustBundles>,
 }
 
 impl std::fmt::Debug for Held {
-    /// Without the values: they may be secret.
+    /// Omits values, which may be secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Held").field("objects", &self.objects.keys()).finish_non_exhaustive()
     }
 }
 
-/// A thing that pods may refer to.
+/// Reference of a pod to an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Item {
     Object(Reference),
@@ -44,7 +44,7 @@ pub(crate) enum Item {
     TrustBundles,
 }
 
-/// Everything that the pods refer to.
+/// Returns all references of the pods.
 pub(crate) fn items(wanted: &Wanted) -> BTreeSet<Item> {
     let here = wanted.iter().flat_map(|all| all.pods.values()).filter(|pod| !has_ended(pod.status.as_ref()));
     here.flat_map(|pod| {
@@ -56,7 +56,7 @@ pub(crate) fn items(wanted: &Wanted) -> BTreeSet<Item> {
 }
 
 impl Held {
-    /// Objects that pods may refer to now.
+    /// Returns the objects for the pods; referenced objects that have not been read are marked as unread.
     pub(crate) fn objects(&self, wanted: &Wanted) -> Objects {
         let mut objects = Objects::default();
         for object in self.objects.values().flatten() {
@@ -85,7 +85,7 @@ impl Held {
         objects
     }
 
-    /// Adds from `before` all that the pods refer to and that is missing here.
+    /// Fills in missing objects that the pods refer to from `before`.
     pub(crate) fn or(mut self, before: Self, wanted: &Wanted) -> Self {
         for item in items(wanted) {
             match item {
@@ -110,7 +110,7 @@ impl Held {
         self
     }
 
-    /// Forgets all but `wanted`. Returns true if anything was forgotten.
+    /// Removes all items except `wanted`. Returns true if any item was removed.
     pub(crate) fn keep(&mut self, wanted: &BTreeSet<Item>) -> bool {
         let before = self.objects.len() + self.tokens.len();
         self.objects.retain(|reference, _| wanted.contains(&Item::Object(reference.clone())));

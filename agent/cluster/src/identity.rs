@@ -1,4 +1,4 @@
-//! The node's identity at the API server: its files, its counters, and connections by it.
+//! The node's identity at the API server: files, metrics, and connections with this identity.
 
 use std::{path::PathBuf, sync::atomic::AtomicU64};
 
@@ -11,10 +11,10 @@ use tokio::sync::watch;
 
 use crate::{kubeconfig, presence::Presence, requests};
 
-/// The labels of a metric that may be absent.
+/// Label set of a metric without labels that may be absent.
 pub(crate) type Unlabelled = Vec<(String, String)>;
 
-/// Counters of the identity; their names are the kubelet's.
+/// Metrics of the identity, with the kubelet's names.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// Absent without a certificate.
@@ -23,7 +23,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         let help = "Seconds until the client certificate expires; below zero if it has";
         registry.register("kubelet_certificate_manager_client_ttl_seconds", help, self.ttl.clone());
@@ -36,28 +36,28 @@ impl Metrics {
     }
 }
 
-/// The files of the identity, and the way to get and keep it.
+/// Files of the identity and settings of its renewal.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The kubeconfig.
     pub kubeconfig: PathBuf,
-    /// One whose identity may ask for the node's, where that is missing or expired.
+    /// The bootstrap kubeconfig, for a node whose certificate is missing or expired.
     pub bootstrap: Option<PathBuf>,
-    /// The folder of the node's certificates.
+    /// Folder of the node's certificates.
     pub cert_dir: PathBuf,
     /// The node's name.
     pub node_name: String,
-    /// Ask for a new certificate before the old one expires.
+    /// True to renew the certificate before it expires.
     pub rotate: bool,
-    /// Counters of the identity.
+    /// Metrics of the identity.
     pub metrics: Metrics,
-    /// Counters of all requests.
+    /// Metrics of all requests.
     pub requests: requests::Metrics,
-    /// Learns the outcome of all requests.
+    /// Record of the results of all requests.
     pub presence: Presence,
 }
 
-/// Makes connections that share nothing with others.
+/// Opens connections that share nothing with others.
 #[derive(Clone, Debug)]
 pub struct Connections {
     kubeconfig: PathBuf,
@@ -72,22 +72,22 @@ impl Connections {
         Self { kubeconfig, changes: changes.subscribe(), requests, presence: options.presence.clone() }
     }
 
-    /// Learns the outcome of requests through these connections.
+    /// Returns the record of results of requests through these connections.
     pub(crate) fn presence(&self) -> Presence {
         self.presence.clone()
     }
 
-    /// Opens a new one. Must be called on the threads of the runtime that is to serve it; reads files.
+    /// Opens a connection. Must be called on a thread of the runtime that serves the connection; reads files.
     ///
     /// # Errors
-    /// The kubeconfig can't be used.
+    /// The kubeconfig is unusable.
     pub async fn open(&mut self) -> Result<kube::Client, kubeconfig::Error> {
         self.changes.mark_unchanged();
         let (path, requests) = (self.kubeconfig.clone(), self.requests.clone());
         blocking("the kubeconfig", move || kubeconfig::client(&path, &requests)).await
     }
 
-    /// Waits until the connections of before stand for an identity that is no more.
+    /// Waits until the identity has changed since the last [`Self::open`].
     pub async fn outdated(&mut self) {
         if self.changes.changed().await.is_err() {
             std::future::pending::<()>().await;

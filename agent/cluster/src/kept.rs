@@ -1,4 +1,4 @@
-//! What is kept of the API server's words, as it lies on the disk.
+//! File format of the cached objects of the API server.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use tracing::warn;
 
 use crate::{assigned::Wanted, held::Held};
 
-/// What anybody may read.
+/// The unencrypted record.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Kept {
     /// The node's name.
     pub(crate) node: String,
-    /// When it was written.
+    /// Time of the write.
     pub(crate) at: Timestamp,
     labels: Option<BTreeMap<String, String>>,
     taints: Vec<Value>,
-    /// Whether the runtime knows strict supplemental groups.
+    /// True if the runtime supports strict supplemental groups.
     #[serde(default)]
     strict_groups: bool,
     pods: Vec<Value>,
@@ -38,7 +38,7 @@ pub(crate) struct Kept {
     services: Option<Vec<Value>>,
 }
 
-/// An object, or that there is none of this name.
+/// An object, or the record that no object of this name exists.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct KeptObject {
     kind: String,
@@ -47,7 +47,7 @@ struct KeptObject {
     object: Option<Value>,
 }
 
-/// What is kept sealed.
+/// The sealed record.
 #[derive(Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct KeptSecrets {
     secrets: Vec<KeptObject>,
@@ -67,7 +67,7 @@ struct KeptToken {
 }
 
 impl Kept {
-    /// Of what is known now; `at` is not said.
+    /// Returns the record of the current objects, with an unset time.
     pub(crate) fn of(node: &str, pods: &Wanted, held: &Held, view: Option<NodeView>) -> Self {
         let wanted = pods.iter().flat_map(|all| all.pods.values());
         let strict_groups = view.as_ref().is_some_and(|view| view.strict_groups);
@@ -85,12 +85,12 @@ impl Kept {
         }
     }
 
-    /// The same, with the time of its writing.
+    /// Sets the time of the write.
     pub(crate) fn dated(self, at: Timestamp) -> Self {
         Self { at, ..self }
     }
 
-    /// The pods, what they refer to, and the node as pods may choose it.
+    /// Returns the pods, the objects that they refer to, and the node's selectable properties.
     pub(crate) fn restored(&self) -> (BTreeMap<PodName, Arc<core::Pod>>, Held, Option<NodeView>) {
         let pods = self.pods.iter().filter_map(read::<core::Pod>);
         let pods = pods.map(|pod| (PodName::of(&pod), Arc::new(pod)));
@@ -110,7 +110,7 @@ impl Kept {
 }
 
 impl KeptSecrets {
-    /// Of what is known now.
+    /// Returns the record of the current Secrets and tokens.
     pub(crate) fn of(held: &Held) -> Self {
         let tokens = held.tokens.iter().map(|(of, token)| KeptToken {
             namespace: of.namespace.clone(),
@@ -124,7 +124,7 @@ impl KeptSecrets {
         Self { secrets: kept_objects(held, true), tokens: tokens.collect() }
     }
 
-    /// Puts it back.
+    /// Adds the recorded Secrets and tokens to `held`.
     pub(crate) fn restore(&self, held: &mut Held) {
         restore(&self.secrets, true, held);
         held.tokens.extend(self.tokens.iter().map(|kept| {
@@ -171,7 +171,7 @@ fn restore(kept: &[KeptObject], secret: bool, held: &mut Held) {
         });
         let reference = Reference { kind, namespace: one.namespace.clone(), name: one.name.clone() };
         match object {
-            // It was there, and nobody knows what it said.
+            // The object existed, but its content is unreadable.
             Some(None) => {}
             Some(Some(object)) => drop(held.objects.insert(reference, Some(object))),
             None => drop(held.objects.insert(reference, None)),
@@ -179,15 +179,14 @@ fn restore(kept: &[KeptObject], secret: bool, held: &mut Held) {
     }
 }
 
-/// The record has a checksum: what can't be read was written by another version.
+/// Reads a cached object. The record has a checksum, so an unreadable object was written by another version.
 fn read<T: ApiType>(value: &Value) -> Option<T> {
     let read = T::from_value(value);
     // A value may be secret.
-    read.inspect_err(|problem| warn!(field = problem.path, "a kept object can't be read, and is passed over"))
-        .ok()
+    read.inspect_err(|problem| warn!(field = problem.path, "cannot read a cached object; skipping it")).ok()
 }
 
-/// Returns true if an object of this kind is kept only sealed.
+/// Returns true if objects of this kind are cached only in the sealed record.
 fn is_secret(kind: Kind) -> bool {
     match kind {
         Kind::Secret => true,

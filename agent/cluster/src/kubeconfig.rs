@@ -1,8 +1,7 @@
-//! Kubeconfigs: reads one, and makes clients of the API server by it.
+//! Reads kubeconfigs and creates clients of the API server.
 //!
-//! The connection is configured here and not by the library's defaults, so that a server that vanished
-//! without a word is noticed within half a minute: a watch that nothing comes from looks like one of a quiet
-//! cluster.
+//! This module overrides the library's connection settings to detect a vanished server within half a minute: a
+//! watch on a dead connection looks like a watch of a quiet cluster.
 
 use std::{
     path::{Path, PathBuf},
@@ -36,11 +35,11 @@ const ACKNOWLEDGED: Duration = Duration::from_secs(30);
 /// Maximum age of an unused connection.
 const IDLE: Duration = Duration::from_secs(90);
 
-/// A kubeconfig that cannot be used. Displayed, it is a whole sentence.
+/// Error of an unusable kubeconfig.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The kubeconfig can't be used.
-    #[error("the kubeconfig {path} can't be used: {cause}", path = .path.display())]
+    /// The kubeconfig is unusable.
+    #[error("cannot use the kubeconfig {path}: {cause}", path = .path.display())]
     Kubeconfig {
         /// The file.
         path: PathBuf,
@@ -49,7 +48,7 @@ pub enum Error {
     },
 }
 
-/// The lifetime of the kubeconfig's client certificate; None without one. Blocking.
+/// Returns the lifetime of the kubeconfig's client certificate, if it has one. Blocking.
 pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
     let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
     let user = config(kubeconfig)?.auth_info;
@@ -60,10 +59,10 @@ pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
         (None, Some(path)) => std::fs::read(path).map_err(|error| fail(format!("{path}: {error}")))?,
         (None, None) => return Ok(None),
     };
-    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("its client certificate: {cause}")))
+    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("client certificate: {cause}")))
 }
 
-/// The files that the kubeconfig is made of. Blocking.
+/// Returns the kubeconfig and the files to which it refers. Blocking.
 pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
     let mut files = vec![kubeconfig.to_owned()];
     if let Ok(read) = Kubeconfig::read_from(kubeconfig) {
@@ -77,12 +76,12 @@ pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Reads a kubeconfig and the files that it names, and checks that a client can be made of it. Blocking.
+/// Reads a kubeconfig and its files, and checks that they are usable. Blocking.
 ///
 /// # Errors
-/// The kubeconfig can't be used.
+/// The kubeconfig is unusable.
 pub fn check(kubeconfig: &Path) -> Result<(), Error> {
-    let plugin = credential::take(&mut config(kubeconfig)?);
+    let plugin = credential::extract_plugin(&mut config(kubeconfig)?);
     let fail = |cause: credential::Error| Error::Kubeconfig {
         path: kubeconfig.to_owned(),
         cause: cause.to_string(),
@@ -90,27 +89,27 @@ pub fn check(kubeconfig: &Path) -> Result<(), Error> {
     plugin.map(drop).map_err(fail)
 }
 
-/// Reads a kubeconfig. Runs nothing.
+/// Reads a kubeconfig, without running a program.
 pub(crate) fn config(path: &Path) -> Result<Config, Error> {
     let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
     let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
     let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
     if config.auth_info.auth_provider.as_ref().is_some_and(|provider| provider.name == "gcp") {
-        // It would run a program whenever a token ends, and wait for it without an end.
+        // The library would run a program at each expiry of a token, without a timeout.
         return Err(fail(
-            "its auth-provider gcp is not supported: use exec with gke-gcloud-auth-plugin".to_owned(),
+            "the auth-provider gcp is not supported; use exec with gke-gcloud-auth-plugin".to_owned(),
         ));
     }
     if config.proxy_url.is_some() {
         return Err(fail(
-            "it has a proxy-url, and proxies are not supported: take it out, or give the server's own address"
+            "`proxy-url` is not supported; remove it and set `server` to a directly reachable address"
                 .to_owned(),
         ));
     }
     Ok(config)
 }
 
-/// A client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
+/// Returns a client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
 pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::Client, Error> {
     let config = config(path)?;
     client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
@@ -118,7 +117,7 @@ pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::
 
 fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
     let fail = |cause: kube::Error| causes(&cause);
-    let plugin = credential::take(&mut config).map_err(|cause| cause.to_string())?;
+    let plugin = credential::extract_plugin(&mut config).map_err(|cause| cause.to_string())?;
     let requests = requests.clone();
     let way = move |config: &Config| {
         let tls = config.rustls_https_connector_with_connector(tcp()).map_err(|cause| causes(&cause))?;
@@ -146,7 +145,7 @@ fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::C
     Ok(ClientBuilder::new(service, config.default_namespace).build())
 }
 
-/// TCP connections on which a server that vanished is noticed.
+/// Returns a connector for TCP connections that detect a vanished server.
 fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     let (after, every, times) = KEEPALIVE;
@@ -160,7 +159,7 @@ fn tcp() -> HttpConnector {
     tcp
 }
 
-/// The error's sentence with its causes: the innermost one names the fault, the layers above it the place.
+/// Returns the error's text with its causes: the innermost one names the fault, the outer ones the place.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut words = error.to_string();
     let mut source = error.source();
@@ -195,7 +194,7 @@ mod tests {
     fn a_kubeconfig_that_cannot_be_used_is_named_with_the_cause() {
         let (dir, path) = kubeconfig("server: https://127.0.0.1:1, proxy-url: http://127.0.0.1:2");
         let error = check(&path).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the kubeconfig {} can't be used: ", path.display())), "{error}");
+        assert!(error.starts_with(&format!("cannot use the kubeconfig {}: ", path.display())), "{error}");
         assert!(error.contains("proxy-url"), "{error}");
         let error = check(&dir.path().join("none")).unwrap_err().to_string();
         assert!(error.contains("none") && error.contains("No such file"), "{error}");

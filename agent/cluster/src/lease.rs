@@ -1,12 +1,10 @@
-//! The node's lease: how the cluster knows that the node is alive.
+//! The node's lease, its heartbeat in the cluster.
 //!
-//! It is renewed on a thread of its own, with a runtime and a connection of its own: whatever the node goes
-//! through (a hung container runtime, a full disk, a thousand pods that start), nothing that the rest of the
-//! agent waits for is waited for here. The thread that may block, which names of servers are resolved on, is
-//! started with it and stays.
+//! A separate thread with its own runtime and connection renews the lease, so that renewals never wait for the rest
+//! of the agent (a hung container runtime, a full disk, a thousand pods that start). The runtime's blocking thread,
+//! which resolves host names, is started first and never exits.
 //!
-//! What is written follows `k8s.io/component-helpers/apimachinery/lease` and `setNodeOwnerFunc` of the
-//! kubelet.
+//! The lease's content follows `k8s.io/component-helpers/apimachinery/lease` and the kubelet's `setNodeOwnerFunc`.
 
 use std::{sync::Arc, thread, time::Duration};
 
@@ -41,13 +39,13 @@ use crate::{
 
 /// Namespace of the nodes' leases.
 const NAMESPACE: &str = "kube-node-lease";
-/// The parts of its duration after which a lease is renewed.
+/// Renewals per duration of the lease.
 const PART: u32 = 4;
-/// The longest pause between two tries while the server is away, before chance makes it longer.
+/// Maximum pause between two attempts while the server is away, before jitter.
 const TRIES: Duration = Duration::from_secs(5);
-/// The thread's niceness: ahead of what runs pods.
+/// The thread's niceness: ahead of the threads that run pods.
 const NICENESS: i32 = -10;
-/// A thread that waits for work so long stays for good.
+/// Keep-alive of the blocking thread: practically forever.
 const FOR_GOOD: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Counters.
@@ -59,36 +57,36 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("beelet_lease_renewals", "Renewals of the node's lease", self.renewals.clone());
         registry.register(
             "beelet_lease_failures",
-            "Requests to renew the node's lease that failed",
+            "Failed requests to renew the node's lease",
             self.failures.clone(),
         );
         registry.register(
             "beelet_lease_renewed_timestamp_seconds",
-            "When the node's lease was renewed last, in seconds since 1970",
+            "Time of the last renewal of the node's lease, in seconds since 1970",
             self.renewed.clone(),
         );
     }
 }
 
-/// What the thread needs.
+/// Inputs of the thread.
 #[derive(Debug)]
 pub struct Inputs {
     /// The node's name.
     pub node_name: String,
-    /// How long the lease holds.
+    /// Duration of the lease.
     pub duration: Duration,
     /// The Node, which owns the lease.
     pub node: watch::Receiver<Option<Arc<Node>>>,
-    /// Counters.
+    /// Metrics.
     pub metrics: Metrics,
 }
 
-/// Renews the lease until `stop`. Ends early only if the thread does, which is a bug.
+/// Renews the lease until `stop`. Returns early only if the thread ends, which is a bug.
 pub fn keep(connections: Connections, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         let (ending, ended) = oneshot::channel::<()>();
@@ -106,7 +104,7 @@ pub fn keep(connections: Connections, inputs: Inputs, stop: CancellationToken) -
 }
 
 fn work(connections: Connections, inputs: Inputs, stop: &CancellationToken) {
-    // Without the right to it, it is one thread among others.
+    // Without the permission, the thread keeps its niceness.
     let _ = rustix::process::setpriority_process(None, NICENESS);
     let runtime = runtime::Builder::new_current_thread()
         .enable_all()
@@ -115,7 +113,7 @@ fn work(connections: Connections, inputs: Inputs, stop: &CancellationToken) {
         .build();
     match runtime {
         Ok(runtime) => runtime.block_on(async {
-            // The thread that may block is there before there is a need, and a lack of threads.
+            // Start the blocking thread before it is needed, since threads may be scarce then.
             let _ = tokio::task::spawn_blocking(|| ()).await;
             stop.run_until_cancelled(renew(connections, inputs)).await;
         }),
@@ -123,25 +121,25 @@ fn work(connections: Connections, inputs: Inputs, stop: &CancellationToken) {
     }
 }
 
-/// Connects, and renews again and again; connects anew when the identity changes.
+/// Renews the lease in a loop; reconnects when the identity changes.
 async fn renew(mut connections: Connections, inputs: Inputs) {
     let interval = inputs.duration / PART;
     let mut keeper = Keeper { inputs, newest: None, failing: false };
-    // What it finds wakes whoever waits for the server: it asks often, and for little.
+    // Other tasks wait for the server through these attempts' results: attempts are frequent and small.
     let mut backoff = Backoff::new(Duration::from_millis(200), interval.min(TRIES));
     let mut at = Instant::now();
     loop {
         let opened = match connections.open().await {
             Ok(opened) => opened,
             Err(error) => {
-                keeper.note(Some(&error.to_string()));
+                keeper.record(Some(&error.to_string()));
                 sleep(backoff.next(None)).await;
                 continue;
             }
         };
-        // Its sender must live as long as it is asked.
+        // The sender must outlive the client.
         let (_kept, receiver) = watch::channel(opened);
-        let client = Client::noting(receiver, connections.presence());
+        let client = Client::with_presence(receiver, connections.presence());
         let outdated = connections.outdated();
         tokio::pin!(outdated);
         loop {
@@ -153,7 +151,7 @@ async fn renew(mut connections: Connections, inputs: Inputs) {
     }
 }
 
-/// Waits for the time, tries once, and says when to try next.
+/// Sleeps until `at`, makes one attempt, and returns the time of the next one.
 async fn turn(
     keeper: &mut Keeper,
     client: &Client,
@@ -162,19 +160,19 @@ async fn turn(
     interval: Duration,
 ) -> Instant {
     sleep_until(at).await;
-    // The lease belongs to the Node: without one there is none.
+    // The Node owns the lease and must exist first.
     if keeper.inputs.node.wait_for(Option::is_some).await.is_err() {
         std::future::pending::<()>().await;
     }
     let began = Instant::now();
-    // An answer that comes later than the next renewal is of no use.
+    // An answer after the next renewal is due is useless.
     let tried = timeout(interval, keeper.once(client)).await;
     let (error, asked) = match &tried {
         Ok(Ok(())) => (None, None),
         Ok(Err(error)) => (Some(error.to_string()), error.retry_after()),
         Err(_) => (Some(format!("no answer within {} s", interval.as_secs_f64())), None),
     };
-    keeper.note(error.as_deref());
+    keeper.record(error.as_deref());
     if error.is_none() {
         backoff.reset();
         return began.after(interval);
@@ -185,13 +183,13 @@ async fn turn(
 
 struct Keeper {
     inputs: Inputs,
-    /// As the server has it.
+    /// The server's last version.
     newest: Option<Lease>,
     failing: bool,
 }
 
 impl Keeper {
-    /// Renews the lease: makes it, or adopts the one that is there.
+    /// Renews the lease: creates it, or adopts the existing one.
     async fn once(&mut self, client: &Client) -> Result<(), Error> {
         let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases");
         let own = format!("{path}/{}", self.inputs.node_name);
@@ -226,14 +224,14 @@ impl Keeper {
         Ok(())
     }
 
-    /// Counts each failure, and logs the first of many and the end of them.
-    fn note(&mut self, error: Option<&str>) {
+    /// Counts each failure, and logs the first failure and the recovery.
+    fn record(&mut self, error: Option<&str>) {
         match error {
-            None if self.failing => info!("the node's lease is renewed again"),
+            None if self.failing => info!("renewing the node's lease again"),
             Some(error) => {
                 self.inputs.metrics.failures.inc();
                 if !self.failing {
-                    warn!("cannot renew the node's lease, trying on: {error}");
+                    warn!("cannot renew the node's lease, retrying: {error}");
                 }
             }
             None => {}
@@ -246,7 +244,7 @@ fn lease(request: &str, value: &serde_json::Value) -> Result<Lease, Error> {
     Lease::from_value(value).map_err(|problem| Error::unreachable(request, &problem))
 }
 
-/// The lease, held by this node from now on.
+/// Returns the lease with this node as holder and `now` as the time of renewal.
 fn renewed(mut lease: Lease, inputs: &Inputs, node: &Node, now: Timestamp) -> Lease {
     let name = &inputs.node_name;
     let ObjectMeta { name: lease_name, namespace, owner_references, managed_fields, .. } =
@@ -263,7 +261,7 @@ fn renewed(mut lease: Lease, inputs: &Inputs, node: &Node, now: Timestamp) -> Le
     });
     if let Some(owner) = owner {
         let owners = owner_references.get_or_insert_default();
-        // One of an earlier Node of that name would have the lease collected.
+        // With an earlier Node of the same name as owner, the garbage collector would delete the lease.
         owners.retain(|other| other.kind != "Node" || other.uid == owner.uid);
         if owners.iter().all(|other| other.uid != owner.uid) {
             owners.push(owner);

@@ -1,6 +1,6 @@
-//! The node of a cluster. Nothing else knows that there is an API server: here is the only door to it
-//! ([`client`]), and what a kubelet says through it: who it is ([`connect`](mod@connect)), that it is alive
-//! ([`lease`]), what its machine is like ([`node`]), what happened ([`events`]).
+//! The node's side of the cluster protocol. No other crate knows of an API server: this crate has the only
+//! client of it ([`client`]) and a kubelet's duties towards it: identity ([`connect`](mod@connect)), heartbeat
+//! ([`lease`]), the Node object ([`node`]), events ([`events`]).
 
 pub mod accounts;
 mod assigned;
@@ -41,7 +41,7 @@ pub mod workload;
 
 use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
 
-/// The counters of all parts. Clones share them.
+/// Metrics of all parts. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// Events to the API server.
@@ -61,7 +61,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers all metrics.
     pub fn register(&self, registry: &mut Registry) {
         self.events.register(registry);
         self.lease.register(registry);

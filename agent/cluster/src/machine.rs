@@ -1,4 +1,4 @@
-//! What a Node says of its machine (`nodeInfo`), read once: it does not change while the agent runs.
+//! A Node's `nodeInfo`, read once: it does not change while the agent runs.
 //!
 //! The files are those that cAdvisor reads for the kubelet (`machine.GetMachineInfo`,
 //! `pkg/kubelet/nodestatus`).
@@ -11,10 +11,10 @@ use rustix::system::uname;
 
 use crate::node::KUBELET_VERSION;
 
-/// Longest value of a file, in bytes: the fields of a Node are for people.
+/// Maximum length of a value, in characters.
 const LONGEST: usize = 256;
 
-/// Reads it. What there is not stays empty. Blocking.
+/// Reads the machine's properties. Missing ones stay empty. Blocking.
 #[must_use]
 pub fn inspect() -> NodeSystemInfo {
     read(Path::new("/"))
@@ -55,15 +55,15 @@ fn shortened(words: &str) -> String {
     words.chars().filter(|c| !c.is_control()).take(LONGEST).collect()
 }
 
-/// The name of the system, by os-release(5).
+/// Returns the name of the operating system, by os-release(5).
 fn pretty_name(release: &str) -> String {
     let value = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
     let value = value.map(|value| value.trim().trim_matches(['"', '\'']));
     shortened(value.filter(|value| !value.is_empty()).unwrap_or("Linux"))
 }
 
-/// All swap, in bytes. A machine without swap has none to tell: an API server (1.36.2) refuses a Node whose
-/// swap has a capacity of 0.
+/// Returns the total swap in bytes, and None for a machine without swap: an API server (1.36.2) refuses a Node with
+/// a swap capacity of 0.
 fn swap_total(meminfo: &str) -> Option<i64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("SwapTotal:"))?;
     let kib: i64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

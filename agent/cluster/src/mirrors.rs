@@ -1,5 +1,5 @@
-//! Keeps a mirror in the API server for each static pod, so that it can be seen there. What is to be done is
-//! decided by `beelet_policy::pod::mirror`.
+//! Maintains a mirror pod in the API server for each static pod, to make static pods visible there.
+//! `beelet_policy::pod::mirror` decides on the steps.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +24,7 @@ use crate::{
     url::escaped,
 };
 
-/// What mirrors follow from.
+/// Maintains the mirrors.
 pub(crate) struct Mirrors {
     pub(crate) client: Client,
     pub(crate) node_name: String,
@@ -32,17 +32,17 @@ pub(crate) struct Mirrors {
     pub(crate) table: watch::Receiver<Arc<PodTable>>,
     pub(crate) pods: watch::Receiver<Pods>,
     pub(crate) complete: Complete,
-    /// How many there are.
+    /// Number of mirrors.
     pub(crate) count: Gauge,
 }
 
 impl Mirrors {
-    /// Works until dropped.
+    /// Maintains the mirrors until dropped.
     pub(crate) async fn keep(mut self) {
-        // Before that a static pod that is missing in the table may only not have been looked at.
+        // Before that, the table may lack static pods that have not been read yet.
         self.complete.wait().await;
         let mut backoff = Backoff::default();
-        // Asked for, but not told by the watch yet.
+        // Steps whose effect the watch has not shown yet.
         let mut asked = BTreeSet::new();
         loop {
             let pause = if self.step(&mut asked).await {
@@ -63,7 +63,7 @@ impl Mirrors {
         }
     }
 
-    /// Does what is to be done now; false if not all of it could be.
+    /// Performs all due steps. Returns false if one failed.
     async fn step(&mut self, asked: &mut BTreeSet<Name>) -> bool {
         let pods = self.pods.borrow_and_update().clone();
         let table = Arc::clone(&self.table.borrow_and_update());
@@ -85,28 +85,28 @@ impl Mirrors {
             if !asked.insert(name.clone()) {
                 continue;
             }
-            if let Err(error) = self.take(&step).await {
+            if let Err(error) = self.perform(&step).await {
                 asked.remove(&name);
                 all = false;
-                warn!(pod = %format!("{}/{}", name.0, name.1), %error, "the static pod can't be shown in the API server");
+                warn!(pod = %format!("{}/{}", name.0, name.1), %error, "cannot create or delete the mirror pod");
             }
         }
         all
     }
 
-    async fn take(&self, step: &MirrorStep) -> Result<(), Error> {
+    async fn perform(&self, step: &MirrorStep) -> Result<(), Error> {
         match step {
             MirrorStep::Create(pod) => {
                 let (namespace, name) = mirror::name_of(pod);
                 self.client
                     .create(&format!("/api/v1/namespaces/{}/pods", escaped(&namespace)), &pod.to_value())
                     .await?;
-                info!(namespace, name, "the static pod is shown in the API server");
+                info!(namespace, name, "created the mirror pod");
             }
             MirrorStep::Delete { name: (namespace, name), uid } => {
                 let path = format!("/api/v1/namespaces/{}/pods/{}", escaped(namespace), escaped(name));
                 match self.client.delete(&path, Some(uid)).await {
-                    Ok(_) => debug!(namespace, name, "a mirror that no longer shows its pod is deleted"),
+                    Ok(_) => debug!(namespace, name, "deleted an outdated mirror pod"),
                     Err(error) if error.is_not_found() || error.is_conflict() => {}
                     Err(error) => return Err(error),
                 }
@@ -116,7 +116,7 @@ impl Mirrors {
     }
 }
 
-/// Returns true if it is a pod of a manifest and not what is left of one.
+/// Returns true for the pod of a manifest, and false for the remains of a removed one.
 fn is_whole(pod: &core::Pod) -> bool {
     let containers = pod.spec.as_ref().is_some_and(|spec| !spec.containers.is_empty());
     containers && pod.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(mirror::HASH))

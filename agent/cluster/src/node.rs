@@ -1,7 +1,7 @@
-//! The Node object: registered, adopted, kept current, and registered again if somebody deletes it.
+//! The Node object: registers or adopts it, keeps it current, and registers it again if it is deleted.
 //!
-//! One watch of this one object is all that is read; a status is written when something changed, else once
-//! per `nodeStatusReportFrequency`. What is written is decided in `policy::node::status`.
+//! Reads only through a watch of this single object. Writes the status at a change, otherwise once per
+//! `nodeStatusReportFrequency`. `policy::node::status` decides on the status.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,17 +37,17 @@ use crate::{
     url::escaped,
 };
 
-/// What the Node says of the kubelet. The version is that of the kubelet whose contract this keeps:
-/// controllers and `kubeadm` judge the skew by it. What follows the plus sign says who it is (semver: it has
-/// no rank).
+/// `kubeletVersion` of the Node: the version of the kubelet whose contract the agent implements, by which
+/// controllers and `kubeadm` judge the skew. The part after the plus sign names the agent (semver: build metadata has
+/// no precedence).
 pub const KUBELET_VERSION: &str = concat!("v1.36.2+beelet-", env!("CARGO_PKG_VERSION"));
-/// The collection of the nodes.
+/// Path of the nodes.
 const NODES: &str = "/api/v1/nodes";
-/// How long a node that is not ready yet waits between two looks at its status.
+/// Interval of status checks on a node that is not ready yet.
 const SOON: Duration = Duration::from_millis(500);
-/// The least time between two writes that a change asks for.
+/// Minimum time between two writes after changes.
 const BREATH: Duration = Duration::from_secs(1);
-/// How long a watch may take; the server ends it then.
+/// Duration of a watch, at whose end the server closes it.
 const WATCH: Duration = Duration::from_secs(420);
 
 /// Counters.
@@ -59,40 +59,40 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         let help = "Writes of the Node and its status";
         registry.register("beelet_node_status_writes", help, self.writes.clone());
-        let help = "Requests about the Node that failed";
+        let help = "Failed requests for the Node";
         registry.register("beelet_node_status_failures", help, self.failures.clone());
-        let help = "When the Node's status was written last, in seconds since 1970";
+        let help = "Time of the last write of the Node's status, in seconds since 1970";
         registry.register("beelet_node_status_written_timestamp_seconds", help, self.written.clone());
     }
 }
 
-/// What the Node is made of.
+/// Inputs of [`keep`].
 pub struct Inputs {
-    /// What it is registered with.
+    /// The node's registration.
     pub registration: Registration,
-    /// The processor architecture, in Go's words.
+    /// The processor architecture, in Go's terms.
     pub arch: String,
     /// The machine's own addresses.
     pub host: HostIps,
-    /// The machine's state as of now; its addresses are set here.
+    /// Returns the machine's current state, without the node's addresses.
     pub report: Arc<dyn Fn() -> NodeReport + Send + Sync>,
-    /// Says that the report may have changed.
+    /// Signal that the report may have changed.
     pub changes: watch::Receiver<()>,
-    /// Make the Node where there is none.
+    /// True to create a missing Node.
     pub register: bool,
-    /// How often the status is looked at.
+    /// Interval of status checks.
     pub update: Duration,
-    /// How often it is written although nothing changed.
+    /// Interval of writes of an unchanged status.
     pub report_every: Duration,
-    /// Where the Node is published as the API server has it.
+    /// Publishes the API server's Node.
     pub node: watch::Sender<Option<Arc<Node>>>,
     /// The node's events.
     pub events: Recorder,
-    /// Counters.
+    /// Metrics.
     pub metrics: Metrics,
 }
 
@@ -102,7 +102,7 @@ impl fmt::Debug for Inputs {
     }
 }
 
-/// Keeps the Node until `stop`.
+/// Maintains the Node until `stop`.
 pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         let labels = status::labels(&inputs.registration, &inputs.arch);
@@ -124,15 +124,15 @@ pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     })
 }
 
-/// What became of the Node.
+/// Reason for the end of a watch.
 enum Fate {
-    /// Somebody deleted it.
+    /// The Node was deleted.
     Deleted,
-    /// The watch has to begin anew, from what is there now.
+    /// The watch must restart from the current state.
     Unknown,
 }
 
-/// What a change has beside the conditions.
+/// Parts of a change other than the conditions.
 type Rest = (NodeStatus, BTreeSet<String>);
 
 struct Keeper {
@@ -140,18 +140,18 @@ struct Keeper {
     inputs: Inputs,
     labels: BTreeMap<String, String>,
     path: String,
-    /// Where the next watch goes on; None: from what is there then.
+    /// Resource version at which the next watch starts; None for the current state.
     version: Option<String>,
-    /// When the status was written last.
+    /// Time of the last write of the status.
     written: Option<Instant>,
-    /// What the server left out of what was written: an older one doesn't know all fields. It is not written
-    /// again for that alone.
+    /// Parts of the last write that the server dropped: an older server doesn't know all fields. This difference
+    /// alone causes no further write.
     ignored: Option<Rest>,
-    /// What was said last of readiness.
+    /// Last recorded readiness.
     ready: Option<bool>,
-    /// What was said last of whether pods may be placed here.
+    /// Last recorded state of `spec.unschedulable`.
     unschedulable: bool,
-    /// It was said that the machine has rebooted.
+    /// True after the event of a reboot.
     rebooted: bool,
     failing: bool,
 }
@@ -160,18 +160,18 @@ impl Keeper {
     async fn run(mut self) {
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(7));
         loop {
-            // It is written as soon as it is known, whatever was written before to another Node of that name.
+            // Write the status at once: earlier writes may have gone to another Node of the same name.
             (self.written, self.version, self.ignored) = (None, None, None);
             let found = self.obtain().await;
-            self.note(found.as_ref().err());
+            self.record(found.as_ref().err());
             match found {
                 Ok(node) => {
                     backoff.reset();
-                    // Whoever deletes it before the watch begins is seen.
+                    // The watch starts at this version and so shows a deletion before its start.
                     self.version.clone_from(&node.metadata.resource_version);
                     self.publish(node);
                     if matches!(self.follow().await, Fate::Deleted) {
-                        warn!(node = self.inputs.registration.name, "somebody deleted the Node");
+                        warn!(node = self.inputs.registration.name, "the Node was deleted");
                         self.inputs.node.send_replace(None);
                     }
                 }
@@ -180,7 +180,7 @@ impl Keeper {
         }
     }
 
-    /// The Node that is there, or a new one.
+    /// Returns the existing Node, or creates it.
     async fn obtain(&mut self) -> Result<Node, Error> {
         match self.client.get(&self.path).await {
             Ok(found) => return read(&self.path, &found),
@@ -197,13 +197,13 @@ impl Keeper {
                 self.wrote();
                 read(&self.path, &made)
             }
-            // Somebody was faster.
+            // Another client has just created the Node.
             Err(error) if error.is_conflict() => read(&self.path, &self.client.get(&self.path).await?),
             Err(error) => Err(error),
         }
     }
 
-    /// Writes and watches, until the Node is gone or the watch is of no use any more.
+    /// Writes and watches until the Node is deleted or the watch must restart.
     async fn follow(&mut self) -> Fate {
         let mut due = Instant::now();
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
@@ -218,11 +218,11 @@ impl Keeper {
             let client = self.client.clone();
             let opening = client.watch(&query);
             tokio::pin!(opening);
-            // A server that is slow to answer holds up no write.
+            // A server that is slow to answer must not delay writes.
             let opened = loop {
                 tokio::select! {
                     opened = &mut opening => break opened,
-                    () = sleep_until(due) => match self.look().await {
+                    () = sleep_until(due) => match self.sync().await {
                         Ok(next) => due = next,
                         Err(fate) => return fate,
                     },
@@ -230,18 +230,18 @@ impl Keeper {
             };
             let mut events = match opened {
                 Ok(events) => events,
-                // No request can begin at a version that is none.
+                // An invalid resource version can't start a watch.
                 Err(error) if error.is_expired() || error.kind == Kind::Unaskable => return Fate::Unknown,
                 Err(error) => {
-                    self.note(Some(&error));
-                    // Writes go on meanwhile: a write may succeed where a watch doesn't.
+                    self.record(Some(&error));
+                    // Writes continue: a write may succeed where a watch doesn't.
                     let presence = self.client.presence().clone();
                     let pause = presence.pause(&mut backoff, &error);
                     tokio::pin!(pause);
                     loop {
                         tokio::select! {
                             () = &mut pause => break,
-                            () = sleep_until(due) => match self.look().await {
+                            () = sleep_until(due) => match self.sync().await {
                                 Ok(next) => due = next,
                                 Err(fate) => return fate,
                             },
@@ -259,10 +259,10 @@ impl Keeper {
                                 Ok(node) => {
                                     self.version.clone_from(&node.metadata.resource_version);
                                     self.publish(node);
-                                    // Somebody else may have written what is ours.
+                                    // Another client may have overwritten the agent's fields.
                                     due = due.min(Instant::now() + BREATH);
                                 }
-                                Err(error) => self.note(Some(&error)),
+                                Err(error) => self.record(Some(&error)),
                             }
                         }
                         Some(Ok(Event::Deleted(_))) => return Fate::Deleted,
@@ -270,20 +270,20 @@ impl Keeper {
                         Some(Err(error)) if error.is_expired() => return Fate::Unknown,
                         Some(Err(_)) | None => break,
                     },
-                    () = sleep_until(due) => match self.look().await {
+                    () = sleep_until(due) => match self.sync().await {
                         Ok(next) => due = next,
                         Err(fate) => return fate,
                     },
                     Ok(()) = self.inputs.changes.changed() => due = due.min(Instant::now() + BREATH),
                 }
             }
-            // A server that ends each watch at once is not asked again at once.
+            // A server may end each watch at once: wait before the next one.
             sleep(BREATH.min(backoff.next(None))).await;
         }
     }
 
-    /// Compares the Node with the machine, writes what differs, and says when to look again.
-    async fn look(&mut self) -> Result<Instant, Fate> {
+    /// Compares the Node with the machine, writes the differences, and returns the time of the next check.
+    async fn sync(&mut self) -> Result<Instant, Fate> {
         let Some(node) = self.inputs.node.borrow().clone() else { return Err(Fate::Unknown) };
         let change = self.change(node.status.as_ref().unwrap_or(&NodeStatus::default()));
         self.say_schedulable(&node);
@@ -303,20 +303,20 @@ impl Keeper {
         match self.client.patch(&format!("{}/status", self.path), Patch::StrategicMerge, &body).await {
             Ok(answer) => {
                 self.wrote();
-                self.note(None);
+                self.record(None);
                 match read(&self.path, &answer) {
                     Ok(node) => {
                         self.ignored =
                             self.change(node.status.as_ref().unwrap_or(&NodeStatus::default())).rest();
                         self.publish(node);
                     }
-                    Err(error) => self.note(Some(&error)),
+                    Err(error) => self.record(Some(&error)),
                 }
                 Ok(Instant::now().after(next.max(BREATH)))
             }
             Err(error) if error.is_not_found() => Err(Fate::Deleted),
             Err(error) => {
-                self.note(Some(&error));
+                self.record(Some(&error));
                 let wait = error.retry_after().unwrap_or(BREATH).max(BREATH);
                 Ok(Instant::now().after(jittered(wait.min(self.inputs.update))))
             }
@@ -330,7 +330,7 @@ impl Keeper {
         status::change(existing, &report, Timestamp::now())
     }
 
-    /// Records that the node has become ready, or is no more.
+    /// Records an event when the node becomes ready or stops being ready.
     fn say_ready(&mut self, change: &Change) {
         let conditions = change.status.conditions.as_deref().unwrap_or_default();
         let ready =
@@ -338,7 +338,7 @@ impl Keeper {
         if self.ready == Some(ready) {
             return;
         }
-        // A node that was never ready is not one that has stopped being so.
+        // A node that was never ready gets no NodeNotReady event.
         if ready || self.ready == Some(true) {
             let word = if ready { "NodeReady" } else { "NodeNotReady" };
             let name = &self.inputs.registration.name;
@@ -347,8 +347,7 @@ impl Keeper {
         self.ready = Some(ready);
     }
 
-    /// Records that somebody has cordoned the node, or has let pods onto it again
-    /// (`recordNodeSchedulableEvent`).
+    /// Records an event when the node is cordoned or uncordoned (`recordNodeSchedulableEvent`).
     fn say_schedulable(&mut self, node: &Node) {
         let unschedulable = node.spec.as_ref().and_then(|spec| spec.unschedulable) == Some(true);
         if std::mem::replace(&mut self.unschedulable, unschedulable) != unschedulable {
@@ -358,12 +357,12 @@ impl Keeper {
         }
     }
 
-    /// Records, once, that the machine has booted since its Node was written last (`MachineInfo` of the
+    /// Records one event if the machine has rebooted since the last write of the Node (`MachineInfo` of the
     /// kubelet's setters).
     fn say_rebooted(&mut self, node: &Node, change: &Change) {
         let before = node.status.as_ref().and_then(|status| status.node_info.as_ref());
         let before = before.map(|info| info.boot_id.as_str()).filter(|id| !id.is_empty());
-        // Only what differs is in a change.
+        // A change contains only differences.
         let Some((before, info)) = before.zip(change.status.node_info.as_ref()) else { return };
         if info.boot_id == before || std::mem::replace(&mut self.rebooted, true) {
             return;
@@ -373,13 +372,13 @@ impl Keeper {
         self.inputs.events.warning(Object::node(name), "Rebooted", message);
     }
 
-    /// Publishes the Node, unless a newer one is known: an answer and a watch may cross.
+    /// Publishes the Node unless a newer version is known: an answer and a watch event may arrive in either order.
     fn publish(&self, node: Node) {
         let number = |node: &Node| node.metadata.resource_version.as_ref()?.parse::<u64>().ok();
         self.inputs.node.send_if_modified(|newest| {
             let older = newest.as_ref().is_some_and(|newest| {
                 newest.metadata.uid == node.metadata.uid
-                    && matches!((number(newest), number(&node)), (Some(known), Some(told)) if told <= known)
+                    && matches!((number(newest), number(&node)), (Some(known), Some(got)) if got <= known)
             });
             if !older {
                 *newest = Some(Arc::new(node));
@@ -394,20 +393,20 @@ impl Keeper {
         self.inputs.metrics.written.set(Timestamp::now().as_millisecond() as f64 / 1000.0);
     }
 
-    /// Counts each failure, and logs the first of many and the end of them.
-    fn note(&mut self, error: Option<&Error>) {
+    /// Counts each failure, and logs the first failure and the recovery.
+    fn record(&mut self, error: Option<&Error>) {
         if let Some(error) = error {
             self.inputs.metrics.failures.inc();
             if !self.failing {
                 let hint = if error.is_not_found() {
-                    "; registerNode is false, so somebody else must make it"
+                    "; `registerNode` is false: create the Node by hand"
                 } else {
                     ""
                 };
-                warn!("cannot keep the Node current, trying on: {error}{hint}");
+                warn!("cannot update the Node, retrying: {error}{hint}");
             }
         } else if self.failing {
-            info!("the Node is kept current again");
+            info!("updating the Node again");
         }
         self.failing = error.is_some();
     }
@@ -419,7 +418,7 @@ fn read(path: &str, value: &Value) -> Result<Node, Error> {
     Ok(node)
 }
 
-/// The strategic merge patch that makes the change. `has_addresses`: the Node has some now.
+/// Returns the strategic merge patch for a change. `has_addresses` is true if the Node has addresses now.
 fn patch(change: &Change, labels: &BTreeMap<String, String>, has_addresses: bool) -> Value {
     let node = Node { status: Some(change.status.clone()), ..Node::default() };
     let mut status = node.to_value().get_mut("status").map(Value::take).unwrap_or_default();
@@ -428,8 +427,8 @@ fn patch(change: &Change, labels: &BTreeMap<String, String>, has_addresses: bool
             status[list][name] = Value::Null;
         }
     }
-    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet).
-    // Where there is no list yet, older servers take the directive for an address.
+    // Without the directive, two addresses of one type would be merged (the kubelet's
+    // `fixupPatchForNodeStatusAddresses`). If the Node has no list yet, older servers take it for an address.
     let addresses = status.get_mut("addresses").and_then(Value::as_array_mut);
     if let Some(addresses) = addresses.filter(|_| has_addresses) {
         addresses.push(json!({ "$patch": "replace" }));

@@ -1,5 +1,5 @@
-//! Runs a credential plugin: an `ExecCredential` in its environment, one on its standard output. What it says
-//! is bounded in size and time, and never logged.
+//! Runs a credential plugin: the request is an `ExecCredential` in the environment, the answer an `ExecCredential`
+//! on standard output. Output is bounded in size and time, and never logged.
 
 use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
 
@@ -15,36 +15,36 @@ use tokio::time::Instant;
 
 use super::{Credential, Pair};
 
-/// How long a program may take.
+/// Timeout of a run.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The longest answer, in bytes.
+/// Maximum size of standard output, in bytes.
 const LONGEST_ANSWER: usize = 1 << 20;
-/// How much of its complaints is read and shown, in bytes.
+/// Maximum size of standard error that is read and shown, in bytes.
 const LONGEST_COMPLAINT: usize = 1 << 10;
-/// The forms that are known.
+/// Supported API versions.
 const VERSIONS: [&str; 2] = ["client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1"];
 
-/// Why there is no credential.
+/// Cause of a missing credential.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The kubeconfig describes none that can be run.
+    /// The kubeconfig's description of the plugin is invalid.
     #[error("the credential plugin (exec) {0}")]
     Described(String),
-    /// It can't be run, or takes too long.
+    /// The plugin can't be started, or took too long.
     #[error("the kubeconfig's credential plugin: {0}{1}")]
     Run(Arc<ProgramError>, String),
-    /// It failed.
+    /// The plugin failed.
     #[error("the credential plugin {0} failed ({1}): {2}")]
     Failed(String, String, String),
-    /// Its answer can't be used. Its words may be secret.
+    /// The plugin's answer is invalid. The error omits the answer, which may be secret.
     #[error("the credential plugin {0} {1}")]
     Answer(String, &'static str),
-    /// The runtime of the request that began the run has ended.
+    /// The runtime of the request that started the run has ended.
     #[error("the credential plugin was interrupted")]
     Interrupted,
 }
 
-/// A plugin, and what it is asked.
+/// A plugin and its request.
 pub(crate) struct Exec {
     command: String,
     program: Program,
@@ -72,7 +72,7 @@ struct Status {
 }
 
 impl Exec {
-    /// The plugin of a kubeconfig, checked as client-go does it (`GetAuthenticator`).
+    /// Checks the plugin of a kubeconfig as client-go does (`GetAuthenticator`).
     pub(crate) fn new(exec: ExecConfig) -> Result<Self, Error> {
         let wrong = |why: &str| Error::Described(why.to_owned());
         let command = exec.command.filter(|command| !command.is_empty());
@@ -80,11 +80,12 @@ impl Exec {
         let named = exec.api_version.unwrap_or_default();
         let version = VERSIONS.into_iter().find(|known| *known == named);
         let version = version.ok_or_else(|| {
-            Error::Described(format!("{command} has the apiVersion {named:?}: set {}", VERSIONS.join(" or ")))
+            let known = VERSIONS.join(" or ");
+            Error::Described(format!("{command} has the unsupported apiVersion {named:?}; set {known}"))
         })?;
         if exec.interactive_mode == Some(ExecInteractiveMode::Always) {
             return Err(Error::Described(format!(
-                "{command} has interactiveMode: Always, and a daemon has no terminal: set Never or IfAvailable"
+                "{command} has `interactiveMode: Always`, but a daemon has no terminal; set Never or IfAvailable"
             )));
         }
         let cluster = exec.cluster.filter(|_| exec.provide_cluster_info);
@@ -113,7 +114,7 @@ impl Exec {
         &self.command
     }
 
-    /// Runs it to its end, or to the end of patience: then it and all that it has started are killed.
+    /// Runs the plugin. Kills the plugin and its child processes when `patience` is over.
     pub(super) async fn run(&self) -> Result<Credential, Error> {
         let complaints = Complaints::Apart(LONGEST_COMPLAINT);
         let bounds = Bounds { within: self.patience, output: LONGEST_ANSWER, complaints };
@@ -146,19 +147,20 @@ impl Exec {
             _ => return Err(wrong("answered with only one of certificate and key")),
         };
         let token = some(status.token).map(|token| HeaderValue::try_from(format!("Bearer {token}")));
-        let mut token =
-            token.transpose().map_err(|_| wrong("answered with a token that no header may have"))?;
+        let mut token = token
+            .transpose()
+            .map_err(|_| wrong("answered with a token that is invalid in an HTTP header"))?;
         token.iter_mut().for_each(|token| token.set_sensitive(true));
         if token.is_none() && pair.is_none() {
             return Err(wrong("answered with neither a token nor a certificate and its key"));
         }
         let expires = some(status.expiration_timestamp).map(|text| text.parse::<Timestamp>()).transpose();
-        let expires = expires.map_err(|_| wrong("answered with an expirationTimestamp that is no time"))?;
+        let expires = expires.map_err(|_| wrong("answered with an invalid expirationTimestamp"))?;
         Ok(Credential { token, pair, expires, given: (now, Instant::now()) })
     }
 }
 
-/// A kubeconfig's user with this certificate.
+/// Returns a kubeconfig user with this certificate.
 pub(super) fn user_of(pair: &Pair) -> Result<AuthInfo, String> {
     let user = json!({
         "client-certificate-data": STANDARD.encode(&pair.certificate),

@@ -1,9 +1,9 @@
-//! Credential plugins: programs that a kubeconfig names under `exec`, and that say who this node is at the
-//! API server (client-go's `plugin/pkg/client/auth/exec`).
+//! Credential plugins: programs under `exec` in a kubeconfig that return the node's credential for the API server
+//! (client-go's `plugin/pkg/client/auth/exec`).
 //!
-//! A plugin that hangs holds up nothing but the requests that have no credential left: it runs beside them,
-//! once at a time, with an end, on no thread that may block. Until the old credential ends, that one is used.
-//! Must never log a credential.
+//! At most one run is active at a time, with a timeout, in a task that never blocks a thread. Requests use the old
+//! credential until it expires, so a hanging plugin delays only requests without a valid credential. Must never log
+//! a credential.
 
 mod exec;
 
@@ -24,12 +24,14 @@ use tracing::{info, warn};
 
 pub(crate) use self::exec::{Error, Exec};
 
-/// A plugin is not started again within this time after its last run ended.
+/// Minimum time between the end of a run and the next start.
 const PAUSE: Duration = Duration::from_secs(1);
-/// A credential that the server refuses is not replaced within this time after the plugin gave it.
+/// Minimum age of a refused credential for a replacement.
 const YOUNG: Duration = Duration::from_secs(10);
-/// A credential is replaced when less than this part of its life is left, and less than so much.
+/// Divisor of a credential's lifetime: the credential is replaced when less than this fraction of its lifetime and
+/// less than [`LAST`] is left.
 const LAST_PART: i32 = 5;
+/// Maximum remaining time of a credential that is replaced.
 const LAST: SignedDuration = SignedDuration::from_mins(5);
 
 /// A certificate and its key, in PEM.
@@ -39,13 +41,13 @@ pub(crate) struct Pair {
     pub(crate) key: String,
 }
 
-/// What a plugin gave.
+/// A plugin's credential.
 pub(crate) struct Credential {
-    /// The header `Authorization`.
+    /// Value of the header `Authorization`.
     pub(crate) token: Option<HeaderValue>,
     pub(crate) pair: Option<Pair>,
     pub(crate) expires: Option<Timestamp>,
-    /// When it was given, by both clocks.
+    /// Time of issue, by the wall clock and the monotonic clock.
     pub(crate) given: (Timestamp, Instant),
 }
 
@@ -54,7 +56,7 @@ impl Credential {
         self.expires.is_none_or(|expires| now < expires)
     }
 
-    /// Returns true in the last part of its life.
+    /// Returns true in the last part of the lifetime.
     fn is_ending(&self, now: Timestamp) -> bool {
         self.expires.is_some_and(|expires| {
             let life = expires.duration_since(self.given.0);
@@ -63,10 +65,10 @@ impl Credential {
     }
 }
 
-/// The end of a run, and what came of it.
+/// End time and result of a run.
 type Ended = (Instant, Result<Arc<Credential>, Error>);
 
-/// A program and what it said last.
+/// A plugin and its last result.
 pub(crate) struct Plugin {
     exec: Exec,
     state: Mutex<State>,
@@ -75,9 +77,9 @@ pub(crate) struct Plugin {
 #[derive(Default)]
 struct State {
     newest: Option<Arc<Credential>>,
-    /// The server has refused the newest.
+    /// True if the server has refused the newest credential.
     refused: bool,
-    /// The last run; None in it while it is under way.
+    /// The last run; its value is None while the plugin runs.
     run: Option<watch::Receiver<Option<Ended>>>,
     failing: bool,
 }
@@ -87,7 +89,7 @@ impl Plugin {
         Arc::new(Self { exec, state: Mutex::default() })
     }
 
-    /// The newest credential. Waits for the program only where there is none that holds.
+    /// Returns the newest credential. Waits for the plugin only without a valid credential.
     pub(crate) async fn credential(self: &Arc<Self>) -> Result<Arc<Credential>, Error> {
         let mut run = {
             let (now, mut state) = (Timestamp::now(), self.lock());
@@ -107,7 +109,7 @@ impl Plugin {
         }
     }
 
-    /// The server has refused a credential.
+    /// Records that the server has refused a credential.
     fn refused(&self, credential: &Arc<Credential>) {
         let mut state = self.lock();
         let is_newest = state.newest.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, credential));
@@ -116,8 +118,8 @@ impl Plugin {
         }
     }
 
-    /// Starts the program on the runtime of the caller, unless it runs or has just ended. The run goes on
-    /// when the request that began it is given up.
+    /// Starts the plugin on the runtime of the caller, unless it runs or has just ended. The run continues if the
+    /// request that started it is cancelled.
     fn begin(self: &Arc<Self>, state: &mut State) -> watch::Receiver<Option<Ended>> {
         let counts = |run: &watch::Receiver<Option<Ended>>| match &*run.borrow() {
             None => run.has_changed().is_ok(),
@@ -130,24 +132,24 @@ impl Plugin {
         let plugin = Arc::clone(self);
         tokio::spawn(async move {
             let result = plugin.exec.run().await.map(Arc::new);
-            plugin.note(&result);
+            plugin.record(&result);
             ended.send_replace(Some((Instant::now(), result)));
         });
         state.run = Some(run.clone());
         run
     }
 
-    fn note(&self, result: &Result<Arc<Credential>, Error>) {
+    fn record(&self, result: &Result<Arc<Credential>, Error>) {
         let (mut state, plugin) = (self.lock(), self.exec.name());
         match result {
             Ok(credential) => {
                 (state.newest, state.refused) = (Some(Arc::clone(credential)), false);
                 if std::mem::take(&mut state.failing) {
-                    info!(plugin, "the kubeconfig's credential plugin answers again");
+                    info!(plugin, "the kubeconfig's credential plugin works again");
                 }
             }
             Err(error) if !std::mem::replace(&mut state.failing, true) => {
-                warn!(plugin, %error, "the kubeconfig's credential plugin gives no credential, trying on");
+                warn!(plugin, %error, "cannot get a credential from the kubeconfig's plugin, retrying");
             }
             Err(_) => {}
         }
@@ -158,15 +160,15 @@ impl Plugin {
     }
 }
 
-/// Makes the way to the server with a certificate; reads files.
+/// Creates the service for requests with a certificate; reads files.
 type WithPair<S> = Arc<dyn Fn(AuthInfo) -> Result<S, String> + Send + Sync>;
 
-/// Requests with a plugin's credential. Clones share it.
+/// Service that adds a plugin's credential to requests. Clones share the credential.
 pub(crate) struct Authenticated<S> {
     plugin: Arc<Plugin>,
     without_pair: S,
     with_pair: WithPair<S>,
-    /// The way with the newest certificate.
+    /// The service with the newest certificate.
     newest: Arc<Mutex<Option<(Pair, S)>>>,
 }
 
@@ -182,8 +184,8 @@ impl<S: Clone> Clone for Authenticated<S> {
 }
 
 impl<S: Clone + Send + 'static> Authenticated<S> {
-    /// The way to the server without a certificate of the plugin's, and what makes one with it: connections
-    /// of an earlier certificate must not be used for a later one.
+    /// Creates the service from one without a certificate and a factory of services with a certificate: a new
+    /// certificate must not use connections of an earlier one.
     pub(crate) fn new(
         exec: Exec,
         without_pair: S,
@@ -218,7 +220,7 @@ where
     type Future = BoxFuture<'static, Result<Response<R>, BoxError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        // The way that a request takes is known once there is a credential: it is waited for then.
+        // The inner service depends on the credential: `call` waits until it is ready.
         Poll::Ready(Ok(()))
     }
 
@@ -240,12 +242,12 @@ where
     }
 }
 
-/// Takes the plugin out of a kubeconfig's user: the library would run it without an end. None where something
-/// that comes first says who this is (the order of `kube`'s `Auth::try_from`).
+/// Removes the plugin from a kubeconfig's user, since the library would run it without a timeout. Returns None if
+/// another credential has precedence (the order of `kube`'s `Auth::try_from`).
 ///
 /// # Errors
-/// The plugin can't be run as it is described.
-pub(crate) fn take(config: &mut Config) -> Result<Option<Exec>, Error> {
+/// The kubeconfig's description of the plugin is invalid.
+pub(crate) fn extract_plugin(config: &mut Config) -> Result<Option<Exec>, Error> {
     let user = &mut config.auth_info;
     let Some(exec) = user.exec.take() else { return Ok(None) };
     let is_named = user.username.is_some() && user.password.is_some();

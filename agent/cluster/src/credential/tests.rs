@@ -11,7 +11,7 @@ struct Script {
     plugin: Arc<Plugin>,
 }
 
-/// `body` says the credential's status, as JSON, or does something else.
+/// Shell commands in `body` print the credential's status, as JSON, or do something else.
 fn script(body: &str, patience: Duration) -> Script {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("plugin");
@@ -31,7 +31,7 @@ fn script(body: &str, patience: Duration) -> Script {
 }
 
 impl Script {
-    /// The numbers of the processes that were started.
+    /// Returns the PIDs of all started processes.
     fn runs(&self) -> Vec<u32> {
         let text = fs::read_to_string(self.dir.path().join("runs")).unwrap_or_default();
         text.lines().map(|line| line.parse().unwrap()).collect()
@@ -62,7 +62,7 @@ async fn many_requests_share_one_run_and_what_it_gave() {
 async fn a_plugin_that_hangs_is_killed_with_all_that_it_started_and_is_asked_again() {
     let body = r#"if [ -e well ]; then say '{"token":"t"}'; else sleep 1000 & echo $! >>runs; wait; fi"#;
     let script = script(body, Duration::from_millis(500));
-    // Requests that are given up start no other process.
+    // Cancelled requests start no other process.
     for _ in 0..5 {
         let _ = tokio::time::timeout(Duration::from_millis(20), script.token()).await;
     }
@@ -98,7 +98,7 @@ async fn a_credential_is_used_to_its_end_while_the_plugin_hangs() {
     for _ in 0..20 {
         assert_eq!(script.token().await.unwrap(), "Bearer t");
     }
-    // Once the pause after the last run is over, there is one more for all of them.
+    // After the pause that follows the last run, all requests share one more run.
     let started = async {
         while script.runs().len() < 2 {
             assert_eq!(script.token().await.unwrap(), "Bearer t");

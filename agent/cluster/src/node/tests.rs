@@ -174,7 +174,7 @@ async fn a_cordon_its_end_and_a_reboot_are_events_of_the_node_each_once() {
     let boot =
         |node: &Node| node.status.as_ref().and_then(|s| s.node_info.as_ref()).map(|i| i.boot_id.clone());
     kept.until(|node| boot(node).as_deref() == Some("now")).await;
-    // Somebody writes what is ours again: that is no other reboot.
+    // Another client overwrites the agent's fields: no second reboot event.
     server.put(OWN, node(false));
     kept.until(|node| boot(node).as_deref() == Some("before")).await;
     kept.until(|node| boot(node).as_deref() == Some("now")).await;

@@ -87,7 +87,7 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
             watch.pod(name).filter(|pod| pod.phase() == "Running").map(drop)
         });
     }
-    member.scene.until_logged("the API server has not answered for 1 s: 2 pods run by what it said last");
+    member.scene.until_logged("the API server has not answered for 1 s: running 2 pods from the cache of ");
     member.until_volume(&web, "conf/color", "red");
     // The token's file exists, and is empty until the API server issues a token.
     member.until_volume(&web, "access/token", "");
@@ -158,7 +158,7 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
             assert!(!text.contains("eHl6enk") && !text.contains("xyzzy"), "{text}");
         }
         member.reboot_alone();
-        member.scene.until_logged("pods run by what it said last");
+        member.scene.until_logged(" pods from the cache of ");
         if with_key {
             member.scene.until("web to run again", |watch| {
                 watch.pod("web").filter(|pod| pod.phase() == "Running").map(drop)

@@ -133,9 +133,7 @@ async fn an_invalid_reference_blocks_only_its_own_pod() {
         &path("claiming"),
         pod_with("claiming", &json!({"persistentVolumeClaim": {"claimName": "../secrets"}})),
     );
-    member
-        .until_event("FailedMount", "can't be asked this: the name \"../secrets\" may not contain '/'")
-        .await;
+    member.until_event("FailedMount", "invalid request: the name \"../secrets\" may not contain '/'").await;
     member.api.put(&path("spaced"), pod_with("spaced", &json!({"configMap": {"name": "a b,c=d&e%"}})));
     member.until_event("FailedMount", "configmap \"a b,c=d&e%\" not found: a name has only a-z").await;
     let long = "a".repeat(300_000);
