@@ -1,5 +1,5 @@
-//! The pods that the API server assigns to this node: the API server's objects, and the pods to run that follow
-//! from these.
+//! The pods that the API server assigns to this node: the API server's objects, and the pods to run that
+//! follow from these.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,7 +29,7 @@ const OWN: &str = "beelet.dev/";
 /// Annotations with the prefix [`OWN`] that a pod's author sets.
 const USERS: &[&str] = &[beelet_policy::probe::settings::POD_ANNOTATION];
 
-/// One assigned pod.
+/// An assigned pod.
 #[derive(Clone, Debug)]
 pub(crate) struct Pod {
     /// The API server's object.
@@ -122,7 +122,8 @@ impl Assigned {
     }
 
     /// Returns true if a list is credible. A list that removes every pod must come twice: the API server may
-    /// have been restored from a backup, and right after a restart the agent does not know yet which pods run.
+    /// have been restored from a backup, and right after a restart the agent does not know yet which pods
+    /// run.
     fn is_credible(&mut self, listed: &OrdMap<PodName, Pod>) -> bool {
         let own = |pods: &OrdMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
         let first = self.out.borrow().is_none();
@@ -242,7 +243,8 @@ fn uid_of(object: &Value) -> Option<&str> {
     object["metadata"]["uid"].as_str().filter(|uid| !uid.is_empty())
 }
 
-/// Returns the pod to run: without server-side metadata and the agent's own annotations, marked as an API pod.
+/// Returns the pod to run: without server-side metadata and the agent's own annotations, marked as an API
+/// pod.
 fn wanted(pod: &core::Pod) -> core::Pod {
     let mut pod = pod.clone();
     let metadata = &mut pod.metadata;
@@ -253,8 +255,8 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     };
     annotations.retain(|key, _| !is_ours(key));
     annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
-    // The API server is the authority for three parts of the status: that a pod has ended, the conditions of its
-    // readiness gates, and the claims made for the pod.
+    // The API server is the authority for three parts of the status: that a pod has ended, the conditions of
+    // its readiness gates, and the claims made for the pod.
     let status = pod.status.take();
     pod.status = status.and_then(|status| {
         if has_ended(Some(&status)) {

@@ -2,8 +2,8 @@
 //! pods from this cache (docs/decisions/0020-autonomy.md).
 //!
 //! The first record has the pods, the ConfigMaps and the services. The second record has the Secrets and the
-//! tokens, sealed by a key of the configuration; without a key there is no second record. An unreadable record
-//! counts as absent. Must never write a Secret or a token in the clear.
+//! tokens, sealed by a key of the configuration; without a key the second record is missing. An unreadable
+//! record counts as absent. Must never write a Secret or a token in the clear.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
@@ -73,8 +73,8 @@ impl Remembered {
         Held { tokens_optional: false, ..self.held.clone() }
     }
 
-    /// Returns the desired pods of the cache, marked as not read from the API server: other running pods are left
-    /// alone.
+    /// Returns the desired pods of the cache, marked as not read from the API server: other running pods are
+    /// left alone.
     pub(crate) fn desired(&self, node: Option<NodeView>) -> Desired {
         Desired {
             objects: Arc::new(self.held.objects(&self.pods)),
@@ -218,8 +218,8 @@ impl Memory {
         }
     }
 
-    /// Publishes the cached pods, with an event, once the API server has been silent for too long. Returns after
-    /// publishing, or when the API server has listed the node's pods.
+    /// Publishes the cached pods, with an event, once the API server has been silent for too long. Returns
+    /// after publishing, or when the API server has listed the node's pods.
     pub(crate) async fn release(
         &self,
         remembered: Remembered,

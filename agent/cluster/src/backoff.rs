@@ -1,5 +1,5 @@
-//! Back-off between attempts of a request: doubled each time up to a bound, with jitter so that nodes don't retry
-//! at the same moment.
+//! Back-off between attempts of a request: doubled each time up to a bound, with jitter so that nodes don't
+//! retry at the same moment.
 
 use std::time::Duration;
 
@@ -53,8 +53,8 @@ impl Backoff {
     }
 }
 
-/// The pauses of the requests for one pod. Refusals have a separate series with a shorter first pause: the API
-/// server's authorizer learns a node's pods through a watch of its own, often a moment after the node.
+/// The pauses of the requests for one pod. Refusals have a separate series with a shorter first pause: the
+/// API server's authorizer learns a node's pods through a watch of its own, often a moment after the node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pauses {
     usual: Backoff,

@@ -1,5 +1,5 @@
-//! Creates the node's kubeconfig from a bootstrap kubeconfig, as the kubelet's `bootstrap.LoadClientCert` does.
-//! The bootstrap identity may only request the node's certificate.
+//! Creates the node's kubeconfig from a bootstrap kubeconfig, as the kubelet's `bootstrap.LoadClientCert`
+//! does. The bootstrap identity may only request the node's certificate.
 
 use std::path::Path;
 

@@ -1,8 +1,8 @@
 //! The node's client and serving certificates: requests, files, lifetimes.
 //!
 //! Files and names are the kubelet's (`certificate.FileStore`): `kubelet-client-TIME.pem` holds a certificate
-//! and its key, and `kubelet-client-current.pem` points to the certificate in use, so a kubelet that replaces the
-//! agent on this node can use that certificate.
+//! and its key, and `kubelet-client-current.pem` points to the certificate in use, so a kubelet that replaces
+//! the agent on this node can use that certificate.
 
 use std::{
     collections::BTreeSet,
@@ -114,8 +114,9 @@ impl Purpose {
         }
     }
 
-    /// Returns the key usages to request. Older signers of client certificates demand all three, newer ones accept
-    /// them. The serving certificate omits key encipherment: an elliptic-curve key can't encipher keys.
+    /// Returns the key usages to request. Older signers of client certificates demand all three, newer ones
+    /// accept them. The serving certificate omits key encipherment: an elliptic-curve key can't encipher
+    /// keys.
     fn usages(self) -> &'static [&'static str] {
         match self {
             Self::Client => &["digital signature", "key encipherment", "client auth"],
@@ -449,7 +450,7 @@ mod tests {
         let path = server.paths().into_iter().find(|path| path.starts_with(REQUESTS)).unwrap();
         let mut found = CertificateSigningRequest::from_value(&server.object(&path).unwrap()).unwrap();
         found.status = Some(status(&found));
-        server.put(&path, found.to_value());
+        server.set(&path, found.to_value());
     }
 
     fn signed(request: &CertificateSigningRequest) -> CertificateSigningRequestStatus {

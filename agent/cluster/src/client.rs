@@ -29,7 +29,8 @@ pub use crate::error::{Error, Kind};
 
 /// Maximum size of an answer, in bytes: a list of 110 pods of the largest size that etcd accepts.
 const MAX_ANSWER: usize = 256 << 20;
-/// Maximum size of a watch event, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes add to that.
+/// Maximum size of a watch event, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes add to
+/// that.
 const MAX_EVENT: usize = 16 << 20;
 /// Maximum accepted value of `Retry-After`.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
@@ -56,7 +57,7 @@ impl Patch {
     }
 }
 
-/// One event of a watch.
+/// Event of a watch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The object was added or changed.
@@ -69,8 +70,8 @@ pub enum Event {
     Complete(String),
 }
 
-/// Client of the API server. Clones share the connection, which may be replaced at any time, e.g. when the client
-/// certificate is rotated.
+/// Client of the API server. Clones share the connection, which may be replaced at any time, e.g. when the
+/// client certificate is rotated.
 #[derive(Clone)]
 pub struct Client {
     newest: watch::Receiver<kube::Client>,
@@ -243,8 +244,8 @@ fn build(
     request.map_err(|error| unaskable(name, error.to_string()))
 }
 
-/// Returns the error of a request that can't be sent. Shortens the request, since an invalid name may have any
-/// length.
+/// Returns the error of a request that can't be sent. Shortens the request, since an invalid name may have
+/// any length.
 fn unaskable(request: &str, message: String) -> Error {
     const MOST: usize = 256;
     let mut request = request.to_owned();

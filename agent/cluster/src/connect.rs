@@ -1,5 +1,5 @@
-//! Creates clients of the API server and their shared identity from a kubeconfig. A bootstrap kubeconfig, if set,
-//! creates a missing kubeconfig.
+//! Creates clients of the API server and their shared identity from a kubeconfig. A bootstrap kubeconfig, if
+//! set, creates a missing kubeconfig.
 
 use std::{path::Path, time::Duration};
 
@@ -18,8 +18,8 @@ use crate::{
     rotation::Identity,
 };
 
-/// Reads the kubeconfig, or creates it through the bootstrap kubeconfig, without a time limit. The returned client
-/// follows changes of the identity while [`Identity::keep`] runs.
+/// Reads the kubeconfig, or creates it through the bootstrap kubeconfig, without a time limit. The returned
+/// client follows changes of the identity while [`Identity::keep`] runs.
 ///
 /// # Errors
 /// The kubeconfig is unusable and no bootstrap kubeconfig is set.

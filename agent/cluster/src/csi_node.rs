@@ -1,6 +1,7 @@
-//! The node's data of storage plugins, as the kubelet's `nodeinfomanager` publishes it: the CSINode, and on the Node
-//! the annotation with the plugins' names of the node and the topology labels. The CSINode also lists the volume
-//! types that are migrated to CSI. Must never remove a driver that merely has not registered again yet.
+//! The node's data of storage plugins, as the kubelet's `nodeinfomanager` publishes it: the CSINode, and on
+//! the Node the annotation with the plugins' names of the node and the topology labels. The CSINode also
+//! lists the volume types that are migrated to CSI. Must never remove a driver that merely has not registered
+//! again yet.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 

@@ -20,7 +20,7 @@ pub enum Kind {
     Unreachable,
     /// The server's certificate is not signed by the kubeconfig's authority, or is not valid now.
     Untrusted,
-    /// The request contains an invalid name and was not sent, so the failure is no hint about the server.
+    /// The request contains an invalid name and was not sent, so the server may be fine.
     Unaskable,
     /// The server answered with this status.
     Status {
@@ -79,9 +79,9 @@ impl Error {
         self.code() == Some(403)
     }
 
-    /// Returns true if the server can't begin a watch at the requested resource version: it is too old, invalid, or
-    /// from an earlier run of the server. client-go's reflector lists again after these errors, too
-    /// (`isExpiredError`, `isTooLargeResourceVersionError`).
+    /// Returns true if the server can't begin a watch at the requested resource version: it is too old,
+    /// invalid, or from an earlier run of the server. client-go's reflector lists again after these errors,
+    /// too (`isExpiredError`, `isTooLargeResourceVersionError`).
     #[must_use]
     pub fn is_expired(&self) -> bool {
         match self.code() {

@@ -1,8 +1,8 @@
-//! Writes the node's events to the API server: correlated as in client-go (`policy::node::events`), one request at a
-//! time, at the configured rate.
+//! Writes the node's events to the API server: correlated as in client-go (`policy::node::events`), one
+//! request at a time, at the configured rate.
 //!
-//! The event log itself is the queue. While the API server is away the log continues, and events that the log drops
-//! (the oldest beyond its bound) are not sent. No other task waits for this one.
+//! The event log itself is the queue. While the API server is away the log continues, and events that the log
+//! drops (the oldest beyond its bound) are not sent. No other task waits for this one.
 
 use std::time::Duration;
 

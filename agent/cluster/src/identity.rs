@@ -27,7 +27,7 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         let help = "Seconds until the client certificate expires; below zero if it has";
         registry.register("kubelet_certificate_manager_client_ttl_seconds", help, self.ttl.clone());
-        let help = "Requests for a new client certificate that failed";
+        let help = "Failed requests for a new client certificate";
         registry.register(
             "kubelet_certificate_manager_client_expiration_renew_errors",
             help,

@@ -1,7 +1,7 @@
 //! Reads kubeconfigs and creates clients of the API server.
 //!
-//! This module overrides the library's connection settings to detect a vanished server within half a minute: a
-//! watch on a dead connection looks like a watch of a quiet cluster.
+//! This module overrides the library's connection settings to detect a vanished server within half a minute:
+//! a watch on a dead connection looks like a watch of a quiet cluster.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,10 +1,11 @@
 //! The node's lease, its heartbeat in the cluster.
 //!
-//! A separate thread with its own runtime and connection renews the lease, so that renewals never wait for the rest
-//! of the agent (a hung container runtime, a full disk, a thousand pods that start). The runtime's blocking thread,
-//! which resolves host names, is started first and never exits.
+//! A separate thread with its own runtime and connection renews the lease, so that renewals never wait for
+//! the rest of the agent (a hung container runtime, a full disk, a thousand pods that start). The runtime's
+//! blocking thread, which resolves host names, is started first and never exits.
 //!
-//! The lease's content follows `k8s.io/component-helpers/apimachinery/lease` and the kubelet's `setNodeOwnerFunc`.
+//! The lease's content follows `k8s.io/component-helpers/apimachinery/lease` and the kubelet's
+//! `setNodeOwnerFunc`.
 
 use std::{sync::Arc, thread, time::Duration};
 

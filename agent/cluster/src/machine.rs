@@ -62,8 +62,8 @@ fn pretty_name(release: &str) -> String {
     shortened(value.filter(|value| !value.is_empty()).unwrap_or("Linux"))
 }
 
-/// Returns the total swap in bytes, and None for a machine without swap: an API server (1.36.2) refuses a Node with
-/// a swap capacity of 0.
+/// Returns the total swap in bytes, and None for a machine without swap: an API server (1.36.2) refuses a
+/// Node with a swap capacity of 0.
 fn swap_total(meminfo: &str) -> Option<i64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("SwapTotal:"))?;
     let kib: i64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -38,8 +38,8 @@ use crate::{
 };
 
 /// `kubeletVersion` of the Node: the version of the kubelet whose contract the agent implements, by which
-/// controllers and `kubeadm` judge the skew. The part after the plus sign names the agent (semver: build metadata has
-/// no precedence).
+/// controllers and `kubeadm` judge the skew. The part after the plus sign names the agent (semver: build
+/// metadata has no precedence).
 pub const KUBELET_VERSION: &str = concat!("v1.36.2+beelet-", env!("CARGO_PKG_VERSION"));
 /// Path of the nodes.
 const NODES: &str = "/api/v1/nodes";
@@ -144,8 +144,8 @@ struct Keeper {
     version: Option<String>,
     /// Time of the last write of the status.
     written: Option<Instant>,
-    /// Parts of the last write that the server dropped: an older server doesn't know all fields. This difference
-    /// alone causes no further write.
+    /// Parts of the last write that the server dropped: an older server doesn't know all fields. This
+    /// difference alone causes no further write.
     ignored: Option<Rest>,
     /// Last recorded readiness.
     ready: Option<bool>,
@@ -372,7 +372,8 @@ impl Keeper {
         self.inputs.events.warning(Object::node(name), "Rebooted", message);
     }
 
-    /// Publishes the Node unless a newer version is known: an answer and a watch event may arrive in either order.
+    /// Publishes the Node unless a newer version is known: an answer and a watch event may arrive in either
+    /// order.
     fn publish(&self, node: Node) {
         let number = |node: &Node| node.metadata.resource_version.as_ref()?.parse::<u64>().ok();
         self.inputs.node.send_if_modified(|newest| {

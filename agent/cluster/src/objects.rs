@@ -1,6 +1,6 @@
-//! The ConfigMaps and Secrets that pods refer to, and the tokens of their service accounts: each by its name,
-//! and only while a pod refers to it; a node may not ask for others. And all services: every container has
-//! variables that name those of its namespace.
+//! Follows the ConfigMaps and Secrets that pods refer to and the tokens of their service accounts, each by
+//! name and only while a pod refers to it, since a node may not read others. Also follows all services, which
+//! every container of their namespace gets as environment variables.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -30,7 +30,7 @@ use crate::{
     watch::{Collection, Sink, follow, key_of},
 };
 
-/// Reads, and reads again, what the pods refer to, until dropped.
+/// Follows the objects that the pods refer to, until dropped.
 pub(crate) async fn keep(
     client: Client,
     wanted: watch::Receiver<Wanted>,
@@ -86,7 +86,7 @@ async fn keep_referred(
                 }
                 Some(ended) = work.next() => {
                     if let Err(Aborted) = ended {
-                        debug!("an object that no pod refers to is followed no longer");
+                        debug!("stopped following an object that no pod refers to");
                     }
                 }
             }
@@ -94,7 +94,7 @@ async fn keep_referred(
     }
 }
 
-/// Follows one object, until it says that it never changes.
+/// Follows one object until it is marked as immutable.
 async fn keep_object(client: Client, reference: Reference, out: Arc<watch::Sender<Held>>) {
     let resource = match reference.kind {
         Kind::ConfigMap => "configmaps",
@@ -103,7 +103,7 @@ async fn keep_object(client: Client, reference: Reference, out: Arc<watch::Sende
     let collection = Collection {
         path: format!("/api/v1/namespaces/{}/{resource}", escaped(&reference.namespace)),
         field: Some(("metadata.name", reference.name.clone())),
-        // There are many of them: one request each instead of two.
+        // A streamed list saves one request per object.
         streamed: true,
     };
     let immutable = Arc::new(Notify::new());
@@ -132,8 +132,8 @@ impl One {
         let object = match value.map(read).transpose() {
             Ok(read) => read,
             Err(problem) => {
-                // Its value stays out of the log: it may be secret.
-                warn!(kind = kind.as_str(), namespace, name, field = problem.path, "an object can't be read");
+                // The log omits the value, which may be secret.
+                warn!(kind = kind.as_str(), namespace, name, field = problem.path, "cannot read an object");
                 return;
             }
         };
@@ -169,24 +169,24 @@ impl Sink for One {
     }
 }
 
-/// A type of which all objects are followed.
+/// A type whose objects are all followed.
 trait Gathered: ApiType + Clone + Send {
-    /// Where the API server has them.
+    /// Path of the collection.
     const PATH: &'static str;
-    /// What it means that one can't be read: a sentence.
+    /// Log message for an unreadable object, with the consequence.
     const UNREAD: &'static str;
 
-    /// What is kept of one; None: nothing.
+    /// Returns the parts that are kept; None to skip the object.
     fn kept(self) -> Option<Self>;
 
-    /// Puts all of them, by namespace and name, where pods find them; true if that changes anything.
+    /// Stores all objects, by namespace and name, in `held`. Returns true if that changes `held`.
     fn hand_over(all: &BTreeMap<(String, String), Self>, held: &mut Held) -> bool;
 }
 
-/// A projection may select any of them.
+/// All bundles are followed, since a projection may select any of them.
 impl Gathered for ClusterTrustBundle {
     const PATH: &'static str = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles";
-    const UNREAD: &'static str = "a ClusterTrustBundle can't be read, and is passed over";
+    const UNREAD: &'static str = "cannot read a ClusterTrustBundle; skipping it";
 
     fn kept(self) -> Option<Self> {
         Some(self)
@@ -201,10 +201,10 @@ impl Gathered for ClusterTrustBundle {
     }
 }
 
-/// Those that have an address of their own: only these become variables.
+/// Only services with a cluster IP are kept: only these become environment variables.
 impl Gathered for core::Service {
     const PATH: &'static str = "/api/v1/services";
-    const UNREAD: &'static str = "a service can't be read; pods get no variables of it";
+    const UNREAD: &'static str = "cannot read a service; pods get no environment variables of it";
 
     fn kept(self) -> Option<Self> {
         reduced(self)
@@ -267,7 +267,7 @@ impl<T: Gathered> Sink for All<T> {
     }
 }
 
-/// What variables are made of; None of a service without an address of its own.
+/// Returns the parts of a service that become environment variables; None for a service without a cluster IP.
 fn reduced(service: core::Service) -> Option<core::Service> {
     let spec = service.spec?;
     spec.cluster_ip.as_deref().filter(|address| !address.is_empty() && *address != "None")?;
@@ -330,7 +330,7 @@ mod tests {
         assert!(held.borrow().objects(&pods).config_map("shop", "m").is_some());
         one.deleted(&json!({"metadata": {"namespace": "shop", "name": "m"}}));
         assert!(held.borrow().objects(&pods).config_map("shop", "m").is_none());
-        // Nobody refers to it any more.
+        // No pod refers to the object any more.
         assert!(held.send_if_modified(|held| held.keep(&BTreeSet::new())));
         assert!(held.borrow().objects.is_empty());
     }
@@ -365,11 +365,11 @@ mod tests {
         };
         let mut held = Held::default();
         for _ in 0..2 {
-            waiting.say(&held, &error(404, "serviceaccounts \"app\" not found"));
+            waiting.record(&held, &error(404, "serviceaccounts \"app\" not found"));
         }
-        waiting.say(&held, &error(403, "forbidden"));
+        waiting.record(&held, &error(403, "forbidden"));
         held.tokens.insert(of, "t".into());
-        waiting.say(&held, &error(500, "a pod that has one does not wait"));
+        waiting.record(&held, &error(500, "a pod that has a token does not wait"));
         let log = events.subscribe().borrow().all();
         let said: Vec<_> = log.iter().map(|event| (event.reason.clone(), event.message.clone())).collect();
         let words = "MountVolume.SetUp failed for volume \"kube-api-access-x\" : failed to fetch token: ";

@@ -1,6 +1,6 @@
-//! Whether the API server answers, by what the requests of all connections find. A part that waits before it
-//! asks again is woken when another part's request is answered: an outage ends for all parts at once, not
-//! for each at the end of its own pause.
+//! Records if the API server answers, from the results of all connections' requests. An answered request
+//! wakes all tasks that wait to retry: an outage ends for all of them at once, not at the end of each task's
+//! pause.
 
 use std::time::Duration;
 
@@ -11,33 +11,33 @@ use crate::{
     error::{Error, Kind},
 };
 
-/// How long the parts of all nodes take to come back, each at a moment by chance.
+/// Period over which the tasks of all nodes spread their first requests after an outage.
 const RETURN: Duration = Duration::from_secs(1);
 
-/// What the last request says of the server.
+/// State of the server by the last request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Nobody has asked yet.
+    /// No request has been sent yet.
     #[default]
     Nothing,
-    /// It answers.
+    /// The server answers.
     Here,
-    /// It does not.
+    /// The server does not answer.
     Away,
 }
 
-/// Shared by all clients of the server.
+/// The server's state, shared by all its clients.
 #[derive(Clone, Debug, Default)]
 pub struct Presence(watch::Sender<Found>);
 
 impl Presence {
-    /// Takes in how a request went.
-    pub(crate) fn note<T>(&self, answer: &Result<T, Error>) {
+    /// Records the result of a request.
+    pub(crate) fn record<T>(&self, answer: &Result<T, Error>) {
         let found = match answer.as_ref().map_err(|error| error.kind) {
-            // Nobody was asked.
+            // The request was not sent.
             Err(Kind::Unaskable) => return,
             Err(Kind::Unreachable | Kind::Untrusted) => Found::Away,
-            // It stands there, but does nothing for this one now; of others that says nothing.
+            // The server is overloaded or failing for this request: not conclusive for other requests.
             Err(Kind::Status { code, .. }) if code == 429 || code >= 500 => match *self.0.borrow() {
                 Found::Nothing => Found::Away,
                 known => known,
@@ -52,23 +52,23 @@ impl Presence {
         *self.0.borrow() == Found::Nothing
     }
 
-    /// Waits until it answers.
+    /// Waits until the server answers.
     pub(crate) async fn here(&self) {
         self.until(|found| found == Found::Here).await;
     }
 
-    /// Waits until it does not answer, or nobody knows.
+    /// Waits until the server does not answer or its state is unknown.
     pub(crate) async fn missing(&self) {
         self.until(|found| found != Found::Here).await;
     }
 
     async fn until(&self, wanted: impl Fn(Found) -> bool) {
-        // Its sender is this value: it lives as long as it is asked.
+        // `self` is the sender and outlives this call, so waiting can't fail.
         let _ = self.0.subscribe().wait_for(|found| wanted(*found)).await;
     }
 
-    /// Waits for the next pause after a request that failed with `error`; if it found no server, only until
-    /// there is one.
+    /// Waits for the next pause after a request that failed with `error`; if the server did not answer, at
+    /// most until it does.
     pub(crate) async fn pause(&self, backoff: &mut Backoff, error: &Error) {
         let pause = backoff.next(error.retry_after());
         if !error.is_absence() {
@@ -84,7 +84,7 @@ impl Presence {
     }
 }
 
-/// A time by chance for which one part waits once the server is back.
+/// Returns a random delay of a task's first request after an outage.
 pub(crate) fn moment() -> Duration {
     RETURN.mul_f64(random())
 }
@@ -107,7 +107,7 @@ mod tests {
         let began = Instant::now();
         let other = async {
             sleep(Duration::from_secs(5)).await;
-            presence.note(&Ok(()));
+            presence.record(&Ok(()));
         };
         tokio::join!(presence.pause(&mut backoff, &absent), other);
         assert!(began.elapsed() <= Duration::from_secs(6), "{:?}", began.elapsed());
@@ -117,7 +117,7 @@ mod tests {
     async fn a_server_that_refuses_is_given_its_time() {
         let presence = Presence::default();
         let busy = error(Kind::Status { code: 429, retry_after: Some(Duration::from_secs(20)) });
-        presence.note(&Ok(()));
+        presence.record(&Ok(()));
         presence.note::<()>(&Err(busy.clone()));
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let began = Instant::now();
@@ -130,7 +130,7 @@ mod tests {
         let check = |kinds: &[Option<Kind>], expected: Found| {
             let presence = Presence::default();
             for kind in kinds {
-                presence.note(&kind.map_or(Ok(()), |kind| Err(error(kind))));
+                presence.record(&kind.map_or(Ok(()), |kind| Err(error(kind))));
             }
             assert_eq!(*presence.0.borrow(), expected, "{kinds:?}");
         };

@@ -1,5 +1,5 @@
-//! Counts the requests to the API server, under the names that client-go gives its own. One layer below
-//! everything else counts them all, also those that were given up before there was an answer.
+//! Counts requests to the API server under client-go's metric names. The innermost layer counts all requests,
+//! including those cancelled before an answer.
 
 use std::{
     task::{Context, Poll},
@@ -15,9 +15,9 @@ use prometheus_client::{
 };
 use tower::{Layer, Service};
 
-/// Bounds of durations, in seconds: client-go's.
+/// Histogram buckets of durations, in seconds: client-go's.
 const BUCKETS: [f64; 12] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0];
-/// The code of a request without an answer, as client-go has it.
+/// client-go's code of a request without an answer.
 const NO_ANSWER: &str = "<error>";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -37,7 +37,7 @@ fn durations() -> Histogram {
     Histogram::new(BUCKETS)
 }
 
-/// Counters of requests; clones share them.
+/// Metrics of requests. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     requests: Family<Answered, Counter>,
@@ -52,7 +52,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         let help = "Requests to the API server, by status, method and host";
         registry.register("rest_client_requests", help, self.requests.clone());
@@ -69,7 +69,7 @@ impl<S> Layer<S> for Metrics {
     }
 }
 
-/// A service whose requests are counted.
+/// Service that counts its requests.
 #[derive(Clone, Debug)]
 pub struct Counted<S> {
     inner: S,
@@ -99,7 +99,7 @@ where
         };
         let answer = self.inner.call(request);
         async move {
-            // The whole value, not a part of it: it is dropped when this future is.
+            // Move the whole value into this future, so that dropping the future counts the request.
             let mut under_way = under_way;
             let answer = answer.await;
             if let Ok(answer) = &answer {
@@ -111,7 +111,7 @@ where
     }
 }
 
-/// A request that is counted when it has been answered, has failed, or is given up.
+/// A request, counted on drop: after its answer, its failure or its cancellation.
 struct UnderWay {
     metrics: Metrics,
     method: String,

@@ -1,6 +1,6 @@
-//! The ResourceSlices of the node, in which drivers say what they have here. Those of drivers that are away
-//! are removed: no pod may be sent here for devices that nobody can prepare (the kubelet's
-//! `wipeResourceSlices`). Drivers write them anew when they are back.
+//! Removes the node's ResourceSlices of absent DRA drivers, so that the scheduler sends no pod for devices
+//! that can't be prepared (the kubelet's `wipeResourceSlices`). Drivers publish their slices again when they
+//! return.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -20,24 +20,24 @@ use crate::{
     url::escaped,
 };
 
-/// The API's own description, which anybody who has logged in may read.
+/// Path of the API group's description, which any authenticated user may read.
 const API: &str = "/apis/resource.k8s.io/v1";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
-/// Time that a driver has to come back: the kubelet's.
+/// Time for a driver to return: the kubelet's.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What it is made of.
+/// Inputs of [`keep`].
 #[derive(Debug)]
 pub struct Inputs {
     /// The node's name.
     pub node_name: String,
-    /// The Node as it is seen; None until it is registered.
+    /// The watched Node; None until the Node is registered.
     pub node: watch::Receiver<Option<Arc<Node>>>,
     /// The drivers.
     pub drivers: watch::Receiver<Arc<Presences>>,
 }
 
-/// Removes them until `stop`.
+/// Removes slices of absent drivers until `stop`.
 pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         stop.run_until_cancelled(run(client, inputs)).await;
@@ -59,7 +59,7 @@ async fn run(client: Client, inputs: Inputs) {
             first(&client, &node_name, &seen).await
         };
         if let Err(error) = done {
-            warn!(%error, "cannot remove the ResourceSlices of drivers that are away; trying again");
+            warn!(%error, "cannot remove the ResourceSlices of absent drivers, retrying");
             client.presence().pause(&mut backoff, &error).await;
             continue;
         }
@@ -74,30 +74,30 @@ async fn run(client: Client, inputs: Inputs) {
     }
 }
 
-/// When the agent begins: the slices of all drivers that have not registered yet. They may never come back.
+/// Removes the slices of all drivers that have not registered since the agent's start; they may never return.
 async fn first(client: &Client, node: &str, drivers: &Presences) -> Result<(), Error> {
     let here = drivers.iter().filter(|(_, away)| away.is_none()).map(|(name, _)| format!("!={name}"));
     wipe(client, node, here).await
 }
 
-/// The slices of the drivers that have been away for too long.
+/// Removes the slices of drivers that have been absent for too long.
 async fn away(
     client: &Client,
     node: &str,
     drivers: &Presences,
     wiped: &mut BTreeSet<String>,
 ) -> Result<(), Error> {
-    // One that has come back may go again.
+    // A driver that has returned may leave again.
     wiped.retain(|name| drivers.get(name).is_some_and(Option::is_some));
     for name in due(drivers, wiped, Instant::now()).0 {
         wipe(client, node, [format!("={name}")]).await?;
-        info!(driver = name, "the ResourceSlices of a DRA driver that is away are removed");
+        info!(driver = name, "removed the ResourceSlices of an absent DRA driver");
         wiped.insert(name);
     }
     Ok(())
 }
 
-/// Removes the node's slices that these terms about their driver select.
+/// Removes the node's slices whose driver matches `terms`.
 async fn wipe(client: &Client, node: &str, terms: impl IntoIterator<Item = String>) -> Result<(), Error> {
     let mut selector = format!("spec.nodeName={node}");
     for term in terms {
@@ -109,18 +109,18 @@ async fn wipe(client: &Client, node: &str, terms: impl IntoIterator<Item = Strin
     client.delete(&format!("{SLICES}?fieldSelector={}", escaped(&selector)), None).await.map(drop)
 }
 
-/// Returns true if the API server has ResourceSlices. One before Kubernetes 1.34 hasn't, and would not say so
-/// to who removes them, but that it is forbidden: nobody has granted what there isn't.
+/// Returns true if the API server has ResourceSlices. A server before Kubernetes 1.34 has none and would
+/// answer a deletion with "forbidden", since no role grants access to an unknown resource.
 async fn are_served(client: &Client) -> Result<bool, Error> {
     match client.get(API).await {
         Err(error) if error.is_not_found() => Ok(false),
-        // Where nodes may not read that, they may remove them all the same.
+        // Nodes without access to the description may still remove slices.
         Err(error) if error.is_refusal() => Ok(true),
         served => served.map(|_| true),
     }
 }
 
-/// The drivers whose slices are to go now, and when the next ones are.
+/// Returns the drivers whose slices are due for removal, and the time of the next removal.
 fn due(drivers: &Presences, wiped: &BTreeSet<String>, now: Instant) -> (Vec<String>, Option<Instant>) {
     let waiting = drivers.iter().filter(|(name, _)| !wiped.contains(*name));
     let waiting = waiting.filter_map(|(name, away)| Some((name, (*away)? + PATIENCE)));

@@ -1,5 +1,5 @@
-//! Asks the API server whose a bearer token is (TokenReview), and what somebody may do on this node
-//! (SubjectAccessReview).
+//! Authenticates bearer tokens (TokenReview) and authorizes users on this node (SubjectAccessReview) through
+//! the API server.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::client::Client;
 const TOKENS: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
 const ACCESS: &str = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
 
-/// The API server's word on who may do what on one node.
+/// Client of the API server's reviews for one node.
 #[derive(Clone, Debug)]
 pub struct Reviews {
     client: Client,
@@ -20,7 +20,7 @@ pub struct Reviews {
 }
 
 impl Reviews {
-    /// Asks through `client` about the node of this name.
+    /// Sends reviews for the node of this name through `client`.
     #[must_use]
     pub fn new(client: Client, node: String) -> Self {
         Self { client, node }
@@ -76,7 +76,7 @@ fn access_review(user: &User, node: &str, access: Access) -> Value {
     })
 }
 
-/// The token's user; None if the token is not valid.
+/// Returns the token's user; None if the token is invalid.
 fn user(status: &Value) -> Option<User> {
     if status["authenticated"] != true {
         return None;
@@ -89,7 +89,7 @@ fn user(status: &Value) -> Option<User> {
         extra.map(|(key, values)| (key.clone(), list(values))).collect();
     let user =
         User { name: text(&of["username"]), uid: text(&of["uid"]), groups: list(&of["groups"]), extra };
-    // Nobody has no name.
+    // A user without a name does not count as authenticated.
     (!user.name.is_empty()).then_some(user)
 }
 

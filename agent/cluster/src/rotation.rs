@@ -1,9 +1,7 @@
-//! Keeps the node's identity: asks for a new client certificate in time, and follows a kubeconfig and
-//! certificates that somebody else replaces. Whoever holds a client goes on with the new identity at its next
-//! request.
+//! Maintains the node's identity: renews the client certificate in time, and reloads a replaced kubeconfig or
+//! replaced certificates. Clients use the new identity from their next request on.
 //!
-//! Times are read from the wall's clock each minute, so a clock that was wrong at the start and is set later
-//! is no harm.
+//! The wall clock is read each minute, so correcting a wrong clock later takes effect.
 
 use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, time::Duration};
 
@@ -26,16 +24,16 @@ use crate::{
     kubeconfig,
 };
 
-/// How often files and clock are looked at.
+/// Interval of checks of files and clock.
 const LOOK: Duration = Duration::from_secs(60);
-/// The part of a certificate's life after which the next one is asked for, and what is added by chance.
+/// Fraction of a certificate's lifetime after which it is renewed, and the maximum random addition.
 const PART: (f64, f64) = (0.7, 0.2);
-/// A certificate that nobody renews is warned of so long before its end, or in the last tenth of its life.
+/// Time before a certificate's expiry at which warnings start, unless its last tenth starts later.
 const EARLY: Duration = Duration::from_secs(7 * 24 * 3600);
-/// How often.
+/// Interval of these warnings.
 const REMINDER: Duration = Duration::from_secs(6 * 3600);
 
-/// What a file is now, without reading it.
+/// Inode, size and modification time of a file.
 type Stamp = Option<(u64, u64, i64, i64)>;
 
 /// This node's identity at the API server.
@@ -60,13 +58,13 @@ impl Identity {
         Self { options, newest, changes }
     }
 
-    /// The way to connections of one's own.
+    /// Returns a source of separate connections.
     #[must_use]
     pub fn connections(&self) -> Connections {
         Connections::new(&self.options, &self.changes)
     }
 
-    /// Keeps it until `stop`.
+    /// Maintains the identity until `stop`.
     pub fn keep(self, client: Client, stop: CancellationToken) -> Work {
         Box::pin(async move {
             stop.run_until_cancelled(self.run(client)).await;
@@ -84,7 +82,7 @@ impl Identity {
             let rotates = self.rotates().await;
             if self.options.rotate && !rotates && said.replace(()).is_none() {
                 warn!(
-                    "rotateCertificates has no effect: the kubeconfig does not point to {}",
+                    "`rotateCertificates` has no effect: the kubeconfig does not point to {}",
                     Store::new(self.options.cert_dir.clone()).current().display()
                 );
             }
@@ -104,7 +102,7 @@ impl Identity {
                     }
                     Err(error) => {
                         self.options.metrics.errors.inc();
-                        warn!("cannot renew the client certificate, trying on: {error}");
+                        warn!("cannot renew the client certificate, retrying: {error}");
                         pause = backoff.next(None);
                     }
                 }
@@ -122,7 +120,8 @@ impl Identity {
         }
     }
 
-    /// A new certificate, asked for with the old one; with the bootstrap identity, once that has expired.
+    /// Requests a certificate with the current identity, or with the bootstrap identity if the current one
+    /// expired.
     async fn renew(&self, client: &Client, old: Option<Lifetime>, now: Timestamp) -> Result<Lifetime, Error> {
         let store = Store::new(self.options.cert_dir.clone());
         let expired = old.is_none_or(|old| !old.covers(now));
@@ -134,14 +133,14 @@ impl Identity {
         store.renew(client, &self.options.node_name, &Addresses::default()).await
     }
 
-    /// Everybody's next request is made with what the files say now.
+    /// Reloads the files and switches all clients to the new connection.
     async fn reload(&self) {
         match self.connections().open().await {
             Ok(client) => {
                 self.newest.send_replace(client);
                 self.changes.send_modify(|changes| *changes += 1);
             }
-            Err(error) => warn!("going on with the identity of before: {error}"),
+            Err(error) => warn!("cannot reload the kubeconfig; keeping the current identity: {error}"),
         }
     }
 
@@ -150,7 +149,7 @@ impl Identity {
         blocking("the kubeconfig", move || kubeconfig::lifetime(&path)).await.ok().flatten()
     }
 
-    /// The certificate is one that a new one can be put in the place of.
+    /// Returns true if rotation is enabled and the kubeconfig uses the agent's own certificate.
     async fn rotates(&self) -> bool {
         let (path, current) =
             (self.options.kubeconfig.clone(), Store::new(self.options.cert_dir.clone()).current());
@@ -179,7 +178,8 @@ impl Identity {
     }
 }
 
-/// A part of a certificate's life, by chance, so that nodes that were made together don't ask together.
+/// Returns a random fraction of a certificate's lifetime, so that nodes of the same age don't renew at the
+/// same time.
 pub(crate) fn part() -> f64 {
     let (least, more) = PART;
     least + more * backoff::random()
@@ -193,9 +193,9 @@ fn remind(lifetime: Lifetime, now: Timestamp, rotates: bool, reminded: &mut Opti
     }
     *reminded = Some(Instant::now());
     let hint = if rotates {
-        "see the lines about its renewal"
+        "see earlier warnings about its renewal"
     } else {
-        "nobody renews it: put a new one in its place"
+        "the agent does not renew it; replace the certificate"
     };
     let word = if now < lifetime.until { "expires" } else { "has expired" };
     warn!("the client certificate {word} at {}: {hint}", lifetime.until);
@@ -225,7 +225,7 @@ mod tests {
         assert!(first.is_some());
         remind(year, at(361 * day), false, &mut reminded);
         assert_eq!(reminded, first);
-        // One of a day says so in its last tenth alone.
+        // A certificate that is valid for a day causes warnings only in its last tenth.
         let mut reminded = None;
         remind(Lifetime { from: at(0), until: at(day) }, at(day / 2), true, &mut reminded);
         assert_eq!(reminded, None);

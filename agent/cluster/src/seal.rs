@@ -1,5 +1,5 @@
-//! Seals bytes with a key of the configuration: AES-256-GCM, its key by HKDF-SHA256 from the file's content
-//! and the node's name, a new nonce by chance for each seal.
+//! Seals bytes with a key of the configuration: AES-256-GCM, the key by HKDF-SHA256 from the file's content
+//! and the node's name, a new random nonce for each seal.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -11,16 +11,17 @@ use ring::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Bounds of a key file, in bytes.
+/// Minimum size of a key file, in bytes.
 const LEAST: usize = 32;
+/// Maximum size of a key file, in bytes.
 const MOST: u64 = 4096;
-/// What the key is for; another form would have another number.
+/// Purpose of the key, with the number of the format.
 const PURPOSE: &[u8] = b"beelet autonomy 1";
 
-/// A key.
+/// Key derived from a key file.
 pub(crate) struct Key(LessSafeKey);
 
-/// Sealed bytes, as they are stored.
+/// Stored form of sealed bytes.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Sealed {
     nonce: String,
@@ -34,16 +35,19 @@ impl Key {
         let read = File::open(path).and_then(|file| file.take(MOST + 1).read_to_end(&mut content));
         read.map_err(|error| error.to_string())?;
         if content.len() as u64 > MOST {
-            return Err(format!("it has more than {MOST} bytes"));
+            return Err(format!("the key file has more than {MOST} bytes"));
         }
         Self::of(&content, node)
     }
 
     fn of(content: &[u8], node: &str) -> Result<Self, String> {
         if content.len() < LEAST {
-            return Err(format!("it has {} bytes; a key has at least {LEAST}, by chance", content.len()));
+            let length = content.len();
+            return Err(format!(
+                "the key file has {length} bytes; a key needs at least {LEAST} random bytes"
+            ));
         }
-        let broken = |_| "no key can be derived from it".to_owned();
+        let broken = |_| "cannot derive a key from the file".to_owned();
         let derived = Salt::new(HKDF_SHA256, PURPOSE).extract(content);
         let info = [node.as_bytes()];
         let key: UnboundKey = derived.expand(&info, &AES_256_GCM).map_err(broken)?.into();
@@ -53,23 +57,24 @@ impl Key {
     /// Seals bytes.
     pub(crate) fn seal(&self, mut content: Vec<u8>) -> Result<Sealed, String> {
         let mut nonce = [0; NONCE_LEN];
-        SystemRandom::new().fill(&mut nonce).map_err(|_| "there is no randomness".to_owned())?;
+        SystemRandom::new().fill(&mut nonce).map_err(|_| "cannot get random bytes".to_owned())?;
         let sealed = self.0.seal_in_place_append_tag(
             Nonce::assume_unique_for_key(nonce),
             Aad::from(PURPOSE),
             &mut content,
         );
-        sealed.map_err(|_| "they are too long".to_owned())?;
+        sealed.map_err(|_| "the content is too long".to_owned())?;
         Ok(Sealed { nonce: STANDARD.encode(nonce), content: STANDARD.encode(content) })
     }
 
-    /// Opens what this key has sealed.
+    /// Opens bytes that this key has sealed.
     pub(crate) fn open(&self, sealed: &Sealed) -> Result<Vec<u8>, String> {
         let nonce = STANDARD.decode(&sealed.nonce).map_err(|error| error.to_string())?;
-        let nonce = Nonce::try_assume_unique_for_key(&nonce).map_err(|_| "it has no nonce".to_owned())?;
+        let nonce =
+            Nonce::try_assume_unique_for_key(&nonce).map_err(|_| "the record has no nonce".to_owned())?;
         let mut content = STANDARD.decode(&sealed.content).map_err(|error| error.to_string())?;
         let opened = self.0.open_in_place(nonce, Aad::from(PURPOSE), &mut content);
-        let length = opened.map_err(|_| "it was not sealed with this key".to_owned())?.len();
+        let length = opened.map_err(|_| "the record was not sealed with this key".to_owned())?.len();
         content.truncate(length);
         Ok(content)
     }

@@ -1,6 +1,6 @@
-//! The certificate of the node's own server, where the configuration says that the cluster's signer makes it
-//! (`serverTLSBootstrap`): asked for with the node's identity, for the addresses that the Node has, and anew
-//! when these change or its time comes. The server reads the file; nothing else passes between the two.
+//! The node's serving certificate from the cluster's signer (`serverTLSBootstrap`): requested with the node's
+//! identity for the Node's addresses, and renewed when these change or the certificate nears its expiry. The
+//! server only reads the file.
 
 use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -20,39 +20,39 @@ use crate::{
     rotation::part,
 };
 
-/// How often the clock and the file are looked at.
+/// Interval of checks of the clock and the file.
 const LOOK: Duration = Duration::from_secs(60);
-/// The least time between two requests, however short certificates live.
+/// Minimum time between two requests, even for short-lived certificates.
 const LEAST: Duration = Duration::from_secs(1);
 
-/// Counters; their names are the kubelet's.
+/// Metrics with the kubelet's names.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     errors: KubeletCounter,
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "Requests for a new serving certificate that failed";
+        let help = "Failed requests for a new serving certificate";
         registry.register("kubelet_server_expiration_renew_errors", help, self.errors.clone());
     }
 }
 
-/// What is needed beside the API server.
+/// Inputs of [`keep`].
 #[derive(Debug)]
 pub struct Inputs {
-    /// The folder of the node's certificates.
+    /// Folder of the node's certificates.
     pub cert_dir: PathBuf,
     /// The node's name.
     pub node_name: String,
-    /// The Node, once it is registered.
+    /// The Node; None until the Node is registered.
     pub node: watch::Receiver<Option<Arc<Node>>>,
-    /// Counters.
+    /// Metrics.
     pub metrics: Metrics,
 }
 
-/// Keeps the certificate until `stop`.
+/// Maintains the certificate until `stop`.
 pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         stop.run_until_cancelled(run(client, inputs)).await;
@@ -67,7 +67,7 @@ async fn run(client: Client, inputs: Inputs) {
     loop {
         let addresses = node.borrow_and_update().as_deref().map(addresses).unwrap_or_default();
         if addresses.ips.is_empty() {
-            // No signer takes a request without an address.
+            // Signers refuse a request without an address.
             if node.changed().await.is_err() {
                 sleep(LOOK).await;
             }
@@ -94,7 +94,7 @@ async fn run(client: Client, inputs: Inputs) {
             }
             Err(error) => {
                 metrics.errors.inc();
-                warn!("cannot get a serving certificate, trying on: {error}");
+                warn!("cannot get a serving certificate, retrying: {error}");
                 backoff.next(None)
             }
         };
@@ -102,8 +102,8 @@ async fn run(client: Client, inputs: Inputs) {
     }
 }
 
-/// When the next certificate is to be asked for. One for other addresses is of no use, unless the signer has
-/// left some out already when these were `asked` for.
+/// Returns the time of the next request. A certificate for other addresses must be replaced at once, unless
+/// the signer has already dropped some of the `asked` ones.
 fn due(
     known: Option<&(Lifetime, Addresses)>,
     wanted: &Addresses,
@@ -116,7 +116,7 @@ fn due(
     }
 }
 
-/// The names and addresses that a client may ask the node by.
+/// Returns the names and addresses under which clients reach the node.
 fn addresses(node: &Node) -> Addresses {
     let status = node.status.as_ref();
     let (mut names, mut ips) = (BTreeSet::new(), BTreeSet::new());
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(due(None, &one, None, 0.8), Timestamp::UNIX_EPOCH);
         assert_eq!(due(Some(&known), &one, None, 0.8), at(1800));
         assert_eq!(due(Some(&known), &two, None, 0.8), Timestamp::UNIX_EPOCH);
-        // The signer has its own mind: it isn't asked again and again.
+        // The signer has dropped an address: no repeated request.
         assert_eq!(due(Some(&known), &two, Some(&two), 0.8), at(1800));
     }
 }

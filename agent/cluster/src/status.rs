@@ -1,8 +1,8 @@
-//! Writes the pods' statuses to the API server, and deletes the pods of which nothing is left.
+//! Writes the pods' statuses to the API server, and deletes fully terminated pods there.
 //!
-//! One writer for all pods: the newest status of each, one request per pod at a time, what others wait for
-//! first. Nothing is queued: what differs from the API server's word is found anew each time, so whatever
-//! happened while it was away is written once, when it is back.
+//! A single writer serves all pods: it writes the newest status of each, at most one request per pod at a
+//! time, the most urgent first. Instead of a queue, the writer computes the differences to the API server's
+//! objects each time, so all changes during an outage become one write at its end.
 
 use std::{
     cmp::Reverse,
@@ -42,9 +42,9 @@ use crate::{
     watch::is_older,
 };
 
-/// Requests under way at most.
+/// Maximum number of concurrent requests.
 const AT_ONCE: usize = 8;
-/// How long the last statuses may take when the agent ends.
+/// Timeout of the last statuses when the agent stops.
 const LAST: Duration = Duration::from_secs(5);
 
 /// Writes statuses.
@@ -54,40 +54,39 @@ pub(crate) struct Writer {
     table: watch::Receiver<Arc<PodTable>>,
     /// By the UID of the API server's object.
     slots: BTreeMap<String, Slot>,
-    /// The API server didn't answer: nothing is asked before this, and then one thing at first.
+    /// Time of the next attempt after a failure of the API server, which starts with a single request.
     away: Option<Instant>,
     away_pauses: Backoff,
-    /// It was found away, and not found back since: what others find ends the pause.
+    /// True while the API server does not answer: another task's answered request ends the pause.
     waits_for_return: bool,
-    /// The one that was last looked at.
+    /// The last examined table.
     looked: Arc<PodTable>,
-    /// The agent ends: nothing is held back any more.
+    /// True when the agent stops: no status is held back any more.
     ends: bool,
-    /// The newest table of which the API server has every status.
+    /// The newest table whose statuses the API server has completely.
     written: watch::Sender<Option<Arc<PodTable>>>,
 }
 
-/// What is known of one pod's writes.
+/// State of one pod's writes.
 #[derive(Default)]
 struct Slot {
-    /// A request is under way.
+    /// True while a request is active.
     busy: bool,
-    /// What was last written, and what the API server made of it.
+    /// The last written status, and the API server's status after this write.
     settled: Option<(Value, Value)>,
-    /// The object as the API server last answered: the watch may not have told it yet.
+    /// The object in the API server's last answer, possibly newer than the watched one.
     answered: Option<Arc<core::Pod>>,
-    /// What was seen when there was nothing to do.
+    /// The inputs for which no request was needed.
     idle: Option<(Arc<core::Pod>, Arc<PodEntry>)>,
-    /// It was deleted, or isn't there any more: the watch will say so.
+    /// True if the pod was deleted or not found; the watch is going to report the deletion.
     gone: bool,
     not_before: Option<Instant>,
-    /// A status that will soon be followed by another, or by the object's end: how long it may wait for that,
-    /// and until when it does.
+    /// Maximum wait and its end, for a status that another status or the object's deletion soon follows.
     held: Option<(Duration, Instant)>,
     pauses: Backoff,
 }
 
-/// A request about one pod.
+/// A request for one pod.
 struct Job {
     uid: String,
     name: PodName,
@@ -122,20 +121,20 @@ impl Writer {
         Self { client, pods, table, slots, away: None, away_pauses, waits_for_return, looked, ends, written }
     }
 
-    /// Writes until `stop`; then what is still unwritten is tried once.
+    /// Writes statuses until `stop`, and then tries each unwritten status once.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
-        // Nothing is written yet, but somebody is here to write it.
+        // Publish an empty table: a writer exists, but has written no status yet.
         self.written.send_if_modified(|written| written.replace(Arc::default()).is_none());
         let mut under_way = UnderWay::new();
         let presence = self.client.presence().clone();
         while !stop.is_cancelled() {
             let wake = self.begin(&mut under_way);
             tokio::select! {
-                Some(answer) = under_way.next() => self.take(answer),
+                Some(answer) = under_way.next() => self.complete(answer),
                 changed = self.pods.changed() => if changed.is_err() { break },
                 changed = self.table.changed() => if changed.is_err() { break },
                 () = until(wake) => {}
-                () = presence.here(), if self.waits_for_return => self.note_return(),
+                () = presence.here(), if self.waits_for_return => self.resume(),
                 () = stop.cancelled() => {}
             }
         }
@@ -147,26 +146,26 @@ impl Writer {
                     self.start(job, &mut under_way);
                 }
                 let Some(answer) = under_way.next().await else { return };
-                self.take(answer);
+                self.complete(answer);
                 self.away = None;
             }
         };
         if timeout(LAST, rest).await.is_err() {
             warn!(
-                "the API server did not take the last statuses of pods in time; they are written at the next start"
+                "cannot write the last statuses of pods to the API server in time; the next start writes them"
             );
         }
     }
 
-    /// Somebody's request was answered: ours are tried in a moment, one at first.
-    fn note_return(&mut self) {
+    /// Schedules the next attempt soon, since the server has answered another task's request.
+    fn resume(&mut self) {
         self.waits_for_return = false;
         self.away_pauses.reset();
         let soon = Instant::now().after(moment());
         self.away = self.away.map(|away| away.min(soon));
     }
 
-    /// Starts what may start; when to look again if nothing changes.
+    /// Starts due requests within the limit. Returns the time of the next check without changes.
     fn begin(&mut self, under_way: &mut UnderWay) -> Option<Instant> {
         let now = Instant::now();
         if let Some(away) = self.away.filter(|away| *away > now) {
@@ -187,7 +186,7 @@ impl Writer {
         times.flatten().filter(|at| *at > now).min()
     }
 
-    /// All that can be written is; what waits for its turn to be tried again is not.
+    /// Publishes the examined table as written, unless a status waits for a retry or is held back.
     fn publish_written(&self) {
         let waits = |slot: &Slot| !slot.gone && (slot.not_before.is_some() || slot.held.is_some());
         if self.pods.borrow().is_none() || self.slots.values().any(waits) {
@@ -217,7 +216,7 @@ impl Writer {
         under_way.push(request.boxed());
     }
 
-    /// All that is to be done and may be now, the most urgent first.
+    /// Returns all due requests, the most urgent first.
     fn jobs(&mut self) -> Vec<Job> {
         let Some(pods) = self.pods.borrow_and_update().clone() else { return Vec::new() };
         let table = Arc::clone(&self.table.borrow_and_update());
@@ -244,34 +243,34 @@ impl Writer {
         jobs
     }
 
-    fn take(&mut self, (job, answer): Answer) {
+    fn complete(&mut self, (job, answer): Answer) {
         let slot = self.slots.entry(job.uid).or_default();
         (slot.busy, slot.not_before) = (false, None);
         match answer {
             Ok(object) => {
                 if self.away.take().is_some() {
-                    info!("the API server takes the pods' statuses again");
+                    info!("writing the pods' statuses to the API server again");
                 }
                 self.away_pauses.reset();
                 slot.pauses.reset();
                 slot.answered(job.what, &object);
             }
             Err(error) if error.is_not_found() => {
-                debug!(pod = %job.name, %error, "the pod is not in the API server any more");
+                debug!(pod = %job.name, %error, "the pod no longer exists in the API server");
                 slot.gone = true;
             }
             Err(error) if error.is_transient() => {
                 let pause = self.away_pauses.next(error.retry_after());
                 self.waits_for_return = error.is_absence();
                 if self.away.replace(Instant::now().after(pause)).is_none() {
-                    warn!(pod = %job.name, %error, "the API server does not take the pods' statuses; they are kept");
+                    warn!(pod = %job.name, %error, "cannot write the pods' statuses to the API server, retrying");
                 }
             }
             Err(error) => {
                 let pause = slot.pauses.next(error.retry_after());
-                warn!(pod = %job.name, %error, "the pod's status could not be written");
+                warn!(pod = %job.name, %error, "cannot write the pod's status");
                 match (error.code(), job.what) {
-                    // The same again would be refused again.
+                    // The server would refuse the same status again.
                     (Some(400 | 422), What::Write(write)) => {
                         slot.settled = Some((write.after, write.before));
                     }
@@ -283,7 +282,7 @@ impl Writer {
 }
 
 impl Slot {
-    /// What is to be done about a pod, if anything.
+    /// Returns the due request of a pod, if any.
     fn next(
         &mut self,
         uid: &str,
@@ -298,13 +297,13 @@ impl Slot {
             return None;
         }
         let version = |pod: &core::Pod| pod.metadata.resource_version.clone().unwrap_or_default();
-        let told = Arc::clone(&pod.object);
+        let watched = Arc::clone(&pod.object);
         let newest = match self.answered.take() {
-            Some(answered) if is_older(&version(&told), &version(&answered)) => {
+            Some(answered) if is_older(&version(&watched), &version(&answered)) => {
                 self.answered = Some(Arc::clone(&answered));
                 answered
             }
-            _ => told,
+            _ => watched,
         };
         let in_api = newest.status.clone().unwrap_or_default();
         let ours = ours(entry, &newest, &in_api);
@@ -312,7 +311,7 @@ impl Slot {
         let (before, after) = (in_api.to_value(), merged.to_value());
         let settled = self.settled.as_ref().is_some_and(|(ours, theirs)| *ours == after && *theirs == before);
         let patch = api_status::patch(uid, &before, &after).filter(|_| !settled);
-        // Of an object that is being removed there is nothing to write or delete: both would be refused.
+        // The API server would refuse writes and deletions of an object that it is removing.
         let patience = match &patch {
             _ if api_status::vanishes(&newest) => Some(api_status::VANISHING),
             Some(_) => api_status::patience(&newest, &merged),
@@ -339,7 +338,7 @@ impl Slot {
         None
     }
 
-    /// Takes in what the API server answered.
+    /// Records the API server's answer.
     fn answered(&mut self, what: What, object: &Value) {
         match what {
             What::Delete => self.gone = true,
@@ -349,13 +348,16 @@ impl Slot {
                     self.settled = Some((write.after, theirs));
                     self.answered = Some(Arc::new(pod));
                 }
-                Err(problem) => debug!(%problem, "the API server's answer is no pod; the watch will tell"),
+                Err(problem) => {
+                    debug!(%problem, "the API server's answer is not a pod; waiting for the watch");
+                }
             },
         }
     }
 }
 
-/// Returns true if an entry of the table is the pod of that object, or the static pod that it mirrors.
+/// Returns true if an entry of the table is the pod of this object, or the static pod that the object
+/// mirrors.
 fn is_of(entry: &PodEntry, pod: &Pod) -> bool {
     match &pod.wanted {
         Some(wanted) => entry.pod.metadata.uid == wanted.metadata.uid,
@@ -363,7 +365,7 @@ fn is_of(entry: &PodEntry, pod: &Pod) -> bool {
     }
 }
 
-/// A pod's status as this node sees it.
+/// Returns a pod's status on this node.
 fn ours(entry: &PodEntry, object: &core::Pod, in_api: &core::PodStatus) -> core::PodStatus {
     let status = entry.pod.status.clone().unwrap_or_default();
     let mut status = if entry.stopped { api_status::finished(object, &status) } else { status };
@@ -371,7 +373,7 @@ fn ours(entry: &PodEntry, object: &core::Pod, in_api: &core::PodStatus) -> core:
     status
 }
 
-/// Until a time, or for ever.
+/// Sleeps until `at`, or forever without a time.
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,
@@ -423,7 +425,7 @@ mod tests {
         slot.answered(what, &answer.object.to_value());
         assert_eq!(patch(&mut slot, &pending, &running), None);
         assert_eq!(patch(&mut slot, &answer, &running), None);
-        // Somebody else's change of what is ours is set right.
+        // Another client's change of the agent's fields is reverted.
         let meddled = pod(|pod| pod["metadata"]["resourceVersion"] = json!("7"));
         assert_eq!(patch(&mut slot, &meddled, &running).unwrap(), r#"{"phase":"Running"}"#);
     }
@@ -458,7 +460,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(2)).await;
         assert!(patch(&mut slot, &runs, &seen).unwrap().contains("ContainerCreating"));
         assert!(slot.held.is_none());
-        // An agent that ends has no time.
+        // A stopping agent does not hold back statuses.
         let last = Slot::default().next("u1", &runs, &seen, true);
         assert!(matches!(last, Some((What::Write(_), _))));
     }

@@ -1,5 +1,5 @@
-//! The storage of the cluster, read by name. Must never list: a node may read only the claims that its own
-//! pods name, and the volumes that these are bound to.
+//! Reads storage objects of the cluster by name. Must never list: a node may read only the claims of its own
+//! pods and the volumes bound to these claims.
 
 use beelet_codec::ApiType;
 use beelet_model::storage::{StorageError, Token};
@@ -18,31 +18,32 @@ use crate::{
     url::escaped,
 };
 
-/// Asks the API server.
+/// Reads storage objects from the API server.
 #[derive(Clone, Debug)]
 pub struct Storage {
     client: Client,
 }
 
 impl Storage {
-    /// Asks by `client`.
+    /// Sends requests through `client`.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client }
     }
 
-    /// A claim by its namespace and name.
+    /// Returns a claim by namespace and name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The claim does not exist, or the API server does not answer.
     pub async fn claim(&self, namespace: &str, name: &str) -> Result<PersistentVolumeClaim, StorageError> {
         self.get(&claim_path(namespace, name)).await
     }
 
-    /// Changes the status of a claim, if nobody has changed the claim since it was read; the claim then.
+    /// Patches the status of a claim, if the claim has not changed since it was read. Returns the patched
+    /// claim.
     ///
     /// # Errors
-    /// Somebody has, or the API server gives no answer.
+    /// The claim has changed, or the API server does not answer.
     pub async fn patch_claim(
         &self,
         claim: &PersistentVolumeClaim,
@@ -53,30 +54,31 @@ impl Storage {
             (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
         let path = format!("{}/status", claim_path(namespace, name));
         let change = json!({"metadata": {"resourceVersion": of.resource_version}, "status": status.0});
-        let changed = self.client.patch(&path, Patch::Merge, &change).await.map_err(|error| told(&error))?;
+        let changed = self.client.patch(&path, Patch::Merge, &change).await;
+        let changed = changed.map_err(|error| storage_error(&error))?;
         read(&path, &changed)
     }
 
-    /// A PersistentVolume by its name.
+    /// Returns a PersistentVolume by name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The volume does not exist, or the API server does not answer.
     pub async fn volume(&self, name: &str) -> Result<PersistentVolume, StorageError> {
         self.get(&format!("/api/v1/persistentvolumes/{}", escaped(name))).await
     }
 
-    /// An attachment of a volume by its name.
+    /// Returns an attachment of a volume by name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The attachment does not exist, or the API server does not answer.
     pub async fn attachment(&self, name: &str) -> Result<VolumeAttachment, StorageError> {
         self.get(&format!("/apis/storage.k8s.io/v1/volumeattachments/{}", escaped(name))).await
     }
 
-    /// How a storage plugin is used; None if nobody said so.
+    /// Returns the CSIDriver of a storage plugin, if it exists.
     ///
     /// # Errors
-    /// The API server gives no answer.
+    /// The API server does not answer.
     pub async fn driver(&self, name: &str) -> Result<Option<CSIDriver>, StorageError> {
         match self.get(&format!("/apis/storage.k8s.io/v1/csidrivers/{}", escaped(name))).await {
             Err(error) if error.is_not_found => Ok(None),
@@ -84,35 +86,35 @@ impl Storage {
         }
     }
 
-    /// A claim to devices by its namespace and name.
+    /// Returns a ResourceClaim by namespace and name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The claim does not exist, or the API server does not answer.
     pub async fn resource_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, StorageError> {
         let (namespace, name) = (escaped(namespace), escaped(name));
         self.get(&format!("/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")).await
     }
 
-    /// A Secret by its namespace and name.
+    /// Returns a Secret by namespace and name.
     ///
     /// # Errors
-    /// It isn't there, or the API server gives no answer.
+    /// The Secret does not exist, or the API server does not answer.
     pub async fn secret(&self, namespace: &str, name: &str) -> Result<Secret, StorageError> {
         self.get(&format!("/api/v1/namespaces/{}/secrets/{}", escaped(namespace), escaped(name))).await
     }
 
-    /// A new token of a service account.
+    /// Requests a token of a service account.
     ///
     /// # Errors
-    /// The API server gives none.
+    /// The API server does not issue a token.
     pub async fn token(&self, of: &TokenReference) -> Result<Token, StorageError> {
-        let answer = token_status(&self.client, of).await.map_err(|error| told(&error))?;
+        let answer = token_status(&self.client, of).await.map_err(|error| storage_error(&error))?;
         let text = |field: &str| answer["status"][field].as_str().unwrap_or_default().to_owned();
         Ok(Token { token: text("token"), expires: text("expirationTimestamp") })
     }
 
     async fn get<T: ApiType>(&self, path: &str) -> Result<T, StorageError> {
-        let found = self.client.get(path).await.map_err(|error| told(&error))?;
+        let found = self.client.get(path).await.map_err(|error| storage_error(&error))?;
         read(path, &found)
     }
 }
@@ -121,16 +123,16 @@ fn claim_path(namespace: &str, name: &str) -> String {
     format!("/api/v1/namespaces/{}/persistentvolumeclaims/{}", escaped(namespace), escaped(name))
 }
 
-/// An answer of the API server.
+/// Parses an answer of the API server.
 fn read<T: ApiType>(path: &str, found: &Value) -> Result<T, StorageError> {
     T::from_value(found).map_err(|problem| StorageError {
-        message: format!("{path} can't be read: {problem}"),
+        message: format!("cannot read {path}: {problem}"),
         is_not_found: false,
     })
 }
 
-/// The server's own words where it has some: they say what was asked.
-fn told(error: &Error) -> StorageError {
+/// Converts an error. The server's own message, if any, already names the request.
+fn storage_error(error: &Error) -> StorageError {
     let message = if error.code().is_some() { error.message.clone() } else { error.to_string() };
     StorageError { message, is_not_found: error.is_not_found() }
 }

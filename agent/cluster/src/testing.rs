@@ -1,4 +1,4 @@
-//! A server of objects for the tests of this crate: by path, in memory, without a network.
+//! In-memory API server for the tests of this crate: objects by path, without a network.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,7 @@ type AnswerBody = http_body_util::combinators::UnsyncBoxBody<Bytes, Infallible>;
 pub(crate) struct Server {
     state: Arc<Mutex<State>>,
     events: watch::Sender<Vec<(String, Value)>>,
-    /// Changes with every request, before and after it.
+    /// Counter that changes before and after each request.
     asked: watch::Sender<()>,
 }
 
@@ -34,7 +34,7 @@ struct State {
     requests: Vec<String>,
     version: u64,
     failing: bool,
-    /// A field of statuses that the server does not know.
+    /// A status field that the server does not know.
     unknown: Option<&'static str>,
 }
 
@@ -52,12 +52,12 @@ impl Server {
         Client::new(newest)
     }
 
-    /// Method and path of all requests, in order.
+    /// Returns method and path of all requests, in order.
     pub(crate) fn requests(&self) -> Vec<String> {
         self.state.lock().unwrap().requests.clone()
     }
 
-    /// Waits until the requests are as wanted.
+    /// Waits until the requests satisfy `wanted`.
     pub(crate) async fn until(&self, wanted: impl Fn(&[String]) -> bool) -> Vec<String> {
         let mut asked = self.asked.subscribe();
         loop {
@@ -69,7 +69,7 @@ impl Server {
         }
     }
 
-    /// Waits until the object is as wanted.
+    /// Waits until the object satisfies `wanted`.
     pub(crate) async fn until_object(&self, path: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let mut asked = self.asked.subscribe();
         loop {
@@ -84,11 +84,11 @@ impl Server {
         self.state.lock().unwrap().objects.get(path).cloned()
     }
 
-    pub(crate) fn put(&self, path: &str, object: Value) {
+    pub(crate) fn set(&self, path: &str, object: Value) {
         self.store(path, object);
     }
 
-    /// Somebody else writes the object, and changes nothing.
+    /// Writes the unchanged object, as another client would.
     pub(crate) fn touch(&self, path: &str) {
         let object = self.object(path).unwrap();
         self.store(path, object);
@@ -100,17 +100,17 @@ impl Server {
         self.events.send_modify(|events| events.push((path.to_owned(), event)));
     }
 
-    /// Of all objects, in order.
+    /// Returns the paths of all objects, in order.
     pub(crate) fn paths(&self) -> Vec<String> {
         self.state.lock().unwrap().objects.keys().cloned().collect()
     }
 
-    /// From now on this field of statuses is left out.
+    /// Drops this status field from now on.
     pub(crate) fn forget(&self, field: &'static str) {
         self.state.lock().unwrap().unknown = Some(field);
     }
 
-    /// From now on every request fails, or none does.
+    /// Makes every request fail, or none, from now on.
     pub(crate) fn fail(&self, failing: bool) {
         self.state.lock().unwrap().failing = failing;
     }
@@ -145,7 +145,7 @@ impl Server {
             };
             self.asked.send_replace(());
             if failing {
-                return Ok(told(500, &json!({ "message": "the test says no" })));
+                return Ok(response(500, &json!({ "message": "the test refuses requests" })));
             }
             if watch {
                 return Ok(self.watched(&path));
@@ -160,30 +160,30 @@ impl Server {
     }
 
     fn single(&self, method: &Method, path: &str, body: Value) -> Response<AnswerBody> {
-        let status = |code: u16, words: &str| told(code, &json!({ "kind": "Status", "message": words }));
+        let status = |code: u16, words: &str| response(code, &json!({ "kind": "Status", "message": words }));
         let name = body["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         let target = path.strip_suffix("/status").unwrap_or(path).to_owned();
         let target = if *method == Method::POST { format!("{path}/{name}") } else { target };
         match (method.as_str(), self.object(&target)) {
             ("POST", Some(_)) => status(409, "already exists"),
-            ("POST", None) => told(201, &self.store(&target, body)),
+            ("POST", None) => response(201, &self.store(&target, body)),
             (_, None) => status(404, "not found"),
             ("PUT", Some(found))
                 if found["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"] =>
             {
                 status(409, "has been modified")
             }
-            ("PUT", Some(_)) => told(200, &self.store(&target, body)),
+            ("PUT", Some(_)) => response(200, &self.store(&target, body)),
             ("PATCH", Some(mut found)) => {
                 merge(&mut found, body);
-                told(200, &self.store(&target, found))
+                response(200, &self.store(&target, found))
             }
-            ("GET", Some(found)) => told(200, &found),
+            ("GET", Some(found)) => response(200, &found),
             _ => status(405, "not in this test"),
         }
     }
 
-    /// Everything below `path` that happens from now on.
+    /// Returns a watch of all later events below `path`.
     fn watched(&self, path: &str) -> Response<AnswerBody> {
         let (mut events, prefix) = (self.events.subscribe(), format!("{path}/"));
         let seen = events.borrow_and_update().len();
@@ -199,7 +199,8 @@ impl Server {
     }
 }
 
-/// A strategic merge, as far as a Node needs it: conditions are merged by type, other lists replaced.
+/// Applies a strategic merge patch as far as a Node needs it: merges conditions by type and replaces other
+/// lists.
 fn merge(into: &mut Value, patch: Value) {
     let Value::Object(patch) = patch else {
         *into = patch;
@@ -226,7 +227,7 @@ fn merge(into: &mut Value, patch: Value) {
     }
 }
 
-fn told(code: u16, value: &Value) -> Response<AnswerBody> {
+fn response(code: u16, value: &Value) -> Response<AnswerBody> {
     let body = http_body_util::Full::new(Bytes::from(value.to_string()));
     Response::builder().status(code).body(BodyExt::boxed_unsync(body)).unwrap()
 }

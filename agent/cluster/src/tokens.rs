@@ -1,4 +1,4 @@
-//! Tokens of service accounts that pods refer to: requests them, and keeps them fresh.
+//! Requests and renews the service account tokens that pods refer to.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,19 +21,19 @@ use crate::{
     url::escaped,
 };
 
-/// A token, and the pod that waits for it.
+/// A pod that waits for a token.
 pub(crate) struct Waiting {
     pub(crate) of: TokenReference,
     pub(crate) pods: watch::Receiver<Wanted>,
     pub(crate) events: Recorder,
-    /// The reason in its last event.
+    /// Cause in the last event.
     pub(crate) said: Option<String>,
 }
 
 impl Waiting {
-    /// Records once per cause, in the kubelet's words, why the pod has no token. A pod that has an older one
-    /// does not wait.
-    pub(crate) fn say(&mut self, held: &Held, error: &Error) {
+    /// Records the kubelet's event of a missing token, once per cause. A pod with an older token does not
+    /// wait.
+    pub(crate) fn record(&mut self, held: &Held, error: &Error) {
         if held.tokens_optional || held.tokens.contains_key(&self.of) {
             return;
         }
@@ -52,7 +52,7 @@ impl Waiting {
     }
 }
 
-/// Keeps a token of a service account fresh.
+/// Requests a token of a service account and renews it, until dropped.
 pub(crate) async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<watch::Sender<Held>>) {
     let of = waiting.of.clone();
     let mut pauses = Pauses::default();
@@ -61,7 +61,7 @@ pub(crate) async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<wa
         match request_token(&client, &of).await {
             Ok((token, lifetime)) => {
                 if std::mem::take(&mut failing) {
-                    info!(pod = of.pod, account = of.service_account, "the API server gives tokens again");
+                    info!(pod = of.pod, account = of.service_account, "the API server issues tokens again");
                 }
                 pauses.reset();
                 out.send_modify(|held| drop(held.tokens.insert(of.clone(), token)));
@@ -69,11 +69,11 @@ pub(crate) async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<wa
             }
             Err(error) => {
                 if pauses.may_be_early(&error) {
-                    debug!(pod = of.pod, %error, "there is no token for the pod yet");
+                    debug!(pod = of.pod, %error, "cannot get a token for the pod yet");
                 } else {
-                    waiting.say(&out.borrow(), &error);
+                    waiting.record(&out.borrow(), &error);
                     if !std::mem::replace(&mut failing, true) {
-                        warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
+                        warn!(pod = of.pod, account = of.service_account, %error, "cannot get a token for the pod, retrying");
                     }
                 }
                 client.presence().pause(pauses.of(&error), &error).await;
@@ -82,19 +82,19 @@ pub(crate) async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<wa
     }
 }
 
-/// Asks for a token of a service account; the token, and for how long it holds.
+/// Requests a token of a service account. Returns the token and its lifetime.
 pub(crate) async fn request_token(
     client: &Client,
     of: &TokenReference,
 ) -> Result<(Arc<str>, Duration), Error> {
     let answer = token_status(client, of).await?;
     let token = answer["status"]["token"].as_str().unwrap_or_default();
-    // By the server's word how long, not until when: this machine's clock may be wrong.
+    // Use the server's duration instead of its expiration time: this machine's clock may be wrong.
     let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
     Ok((token.into(), bounds::seconds(seconds.max(60))))
 }
 
-/// Asks for a token of a service account; the whole answer, which has one.
+/// Requests a token of a service account. Returns the whole answer after checking that it has a token.
 pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result<Value, Error> {
     let path = format!(
         "/api/v1/namespaces/{}/serviceaccounts/{}/token",

@@ -1,30 +1,30 @@
-//! Names within the paths and queries of requests. Names of pods' manifests are anybody's text: one must
-//! never reach another object, or another part of the API, than the one it names.
+//! Escapes and checks names in the paths and queries of requests. Names in manifests are untrusted text and
+//! must never address another object or another part of the API.
 
 use beelet_units::shorten::quoted;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-/// RFC 3986's unreserved characters stay.
+/// Characters to escape: all except RFC 3986's unreserved ones.
 const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
-/// A name as one part of a path, or as a value of a query.
+/// Escapes a name for a path segment or a query value.
 pub(crate) fn escaped(name: &str) -> String {
     utf8_percent_encode(name, RESERVED).to_string()
 }
 
-/// A query's part that selects objects whose `field` is `value`, whatever it has in it (`fields.EscapeValue`
-/// of apimachinery).
+/// Returns the query parameter that selects objects whose `field` is `value`, escaped as in apimachinery's
+/// `fields.EscapeValue`.
 pub(crate) fn field_selector(field: &str, value: &str) -> String {
     let value = value.replace('\\', "\\\\").replace(',', "\\,").replace('=', "\\=");
     format!("fieldSelector={}", escaped(&format!("{field}={value}")))
 }
 
-/// Bytes of the longest name in a path. Those of most kinds of objects have 253 at most; that of an event has
-/// a time behind the name of what it is about.
+/// Maximum length of a name in a path, in bytes. Most kinds allow 253; an event's name adds a time to the
+/// name of its object.
 const LONGEST: usize = 512;
 
-/// Why nobody may ask for `path`: one of its parts can't be a name (`IsValidPathSegmentName` of
-/// apimachinery), or is longer than any.
+/// Returns the reason for which `path` is invalid: one of its segments is not a name (apimachinery's
+/// `IsValidPathSegmentName`) or is too long.
 pub(crate) fn wrong_part(path: &str) -> Option<String> {
     let path = path.split('?').next().unwrap_or(path);
     path.split('/').skip(1).find_map(|part| {

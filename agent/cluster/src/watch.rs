@@ -1,9 +1,9 @@
-//! One list, then one watch: keeps a [`Sink`] informed of what is in a collection, through every fault of the
-//! server. Of a streamed collection the list is the beginning of the watch, one request instead of two
-//! (KEP-3157), where the server does that.
+//! Reports a collection's objects to a [`Sink`]: one list, then one watch, across all faults of the server. A
+//! streamed collection uses a watch that starts with the list, one request instead of two (KEP-3157), if the
+//! server supports it.
 //!
-//! A watch that ends goes on where it was; one that the server can't continue ("410 Gone") begins with a new
-//! list. Must never give a sink anything older than what it has.
+//! A new watch continues where the last one ended; if the server can't continue it ("410 Gone"), a new list
+//! comes first. Must never report to a sink anything older than its last state.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -18,31 +18,31 @@ use crate::{
     url::{escaped, field_selector},
 };
 
-/// How long the server is asked to keep a watch, at least.
+/// Minimum requested duration of a watch, in seconds.
 const WATCH_SECONDS: u32 = 300;
-/// Without a word for so long, a watch is taken for dead. Bookmarks come once per minute.
+/// Silence after which a watch counts as dead. Bookmarks come once per minute.
 const SILENCE: Duration = Duration::from_secs(180);
-/// A watch that lasted so long ended as it should: the next one begins at once.
+/// Duration of a watch from which its end counts as regular: the next watch starts at once.
 const LASTED: Duration = Duration::from_secs(5);
 
 /// A set of objects.
 #[derive(Clone, Debug)]
 pub(crate) struct Collection {
-    /// Its path, as `/api/v1/pods`.
+    /// Path, e.g. `/api/v1/pods`.
     pub(crate) path: String,
-    /// Which of its objects: a field and its value; None for all.
+    /// Field selector: a field and its value; None for all objects.
     pub(crate) field: Option<(&'static str, String)>,
-    /// The watch begins with the list.
+    /// True if the watch starts with the list.
     pub(crate) streamed: bool,
 }
 
-/// Whoever is told.
+/// Receiver of a collection's objects.
 pub(crate) trait Sink {
-    /// All that there is. False has it asked for again: the sink doesn't believe it yet.
+    /// Handles the list of all objects. Returns false to request the list again before accepting it.
     fn listed(&mut self, objects: Vec<Value>) -> bool;
-    /// An object is new or has changed.
+    /// Handles a new or changed object.
     fn applied(&mut self, object: &Value);
-    /// An object is gone.
+    /// Handles a deleted object.
     fn deleted(&mut self, object: &Value);
 }
 
@@ -88,7 +88,7 @@ impl Line<'_> {
         Ok((objects, version))
     }
 
-    /// Watches from `version` on, or from all there is on, again and again, until only a list helps.
+    /// Watches from `version`, or with a streamed list, in a loop until a list is necessary.
     async fn watch(&mut self, mut version: Option<String>, sink: &mut (impl Sink + Send)) {
         loop {
             let began = Instant::now();
@@ -99,10 +99,10 @@ impl Line<'_> {
                     self.do_without_streams(&error.message);
                     return;
                 }
-                // No request can begin at a version that is none.
+                // An invalid resource version can't start a watch.
                 Err(error) if error.is_expired() || (version.is_some() && error.kind == Kind::Unaskable) => {
-                    info!(what = self.of.path, %error, "the watch can't go on where it was; all is listed again");
-                    // Every node may have been told so at the same moment.
+                    info!(what = self.of.path, %error, "cannot continue the watch; listing again");
+                    // All nodes may get this answer at the same moment: wait a random pause.
                     self.pauses.of(&error).wait(error.retry_after()).await;
                     return;
                 }
@@ -139,7 +139,7 @@ impl Line<'_> {
                 }
                 Ok(None) => return Ok(()),
                 Err(_) => {
-                    self.do_without_streams("it does not say where what there is ends");
+                    self.do_without_streams("the answer does not mark the end of the initial events");
                     return Ok(());
                 }
             },
@@ -171,11 +171,11 @@ impl Line<'_> {
 
     async fn failed(&mut self, error: &Error) {
         if self.failing {
-            debug!(what = self.of.path, %error, "the API server still does not say what there is");
+            debug!(what = self.of.path, %error, "still cannot list or watch in the API server");
         } else if self.pauses.may_be_early(error) {
-            debug!(what = self.of.path, %error, "the API server does not say yet what there is");
+            debug!(what = self.of.path, %error, "cannot list or watch in the API server yet");
         } else {
-            warn!(what = self.of.path, %error, "the API server does not say what there is; what was known stands");
+            warn!(what = self.of.path, %error, "cannot list or watch in the API server; keeping the last known state");
             self.failing = true;
         }
         self.client.presence().pause(self.pauses.of(error), error).await;
@@ -184,32 +184,33 @@ impl Line<'_> {
     fn do_without_streams(&self, why: &str) {
         debug!(
             what = self.of.path,
-            why, "the API server begins no watch with a list; each is asked for before it"
+            why, "the API server does not support streamed lists; listing before each watch"
         );
-        self.client.note_lists_only();
+        self.client.disable_streamed_lists();
     }
 
     fn answered(&mut self) {
         if std::mem::take(&mut self.failing) {
-            info!(what = self.of.path, "the API server answers again");
+            info!(what = self.of.path, "listing and watching in the API server again");
         }
     }
 }
 
-/// The objects of a list. What says nothing of objects, as `{}`, is not an empty one: a proxy's word must not
-/// take every pod away.
+/// Returns the objects of a list. An answer without items, e.g. `{}`, does not count as an empty list: a
+/// proxy's answer must not remove every pod.
 fn items(list: &mut Value) -> Result<Vec<Value>, &'static str> {
     let is_list = list["kind"].as_str().is_some_and(|kind| kind.ends_with("List"));
     match list.get_mut("items").map(Value::take) {
         Some(Value::Array(items)) if items.iter().all(Value::is_object) => Ok(items),
-        Some(Value::Array(_)) => Err("an answer with a list of what are no objects"),
-        // Go writes an empty list so too.
+        Some(Value::Array(_)) => Err("the answer's items are not objects"),
+        // Go also encodes an empty list as null.
         Some(Value::Null) if is_list => Ok(Vec::new()),
-        _ => Err("an answer that is no list"),
+        _ => Err("the answer is not a list"),
     }
 }
 
-/// What a watch begins with, and the version of that; None: it ended before it had said all.
+/// Reads the initial events of a watch. Returns the objects and their version; None if the watch ended too
+/// early.
 async fn all_there_is(
     events: &mut (impl Stream<Item = Result<Event, Error>> + Unpin),
 ) -> Option<Result<(Vec<Value>, String), Error>> {
@@ -225,13 +226,13 @@ async fn all_there_is(
     }
 }
 
-/// An object's namespace and name.
+/// Returns an object's namespace and name.
 pub(crate) fn key_of(object: &Value) -> (String, String) {
     let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
     (text("namespace"), text("name"))
 }
 
-/// Goes on to a version, never back: bookmarks may come out of order.
+/// Advances to a version, never back: bookmarks may come out of order.
 fn advance(version: &mut String, to: Option<&str>) {
     let Some(to) = to.filter(|to| !to.is_empty()) else { return };
     if !is_older(to, version) {
@@ -239,8 +240,7 @@ fn advance(version: &mut String, to: Option<&str>) {
     }
 }
 
-/// Returns true if a resource version is older than another. They are numbers that grow; of those that aren't
-/// nobody knows.
+/// Returns true if a resource version is older than another, which is known only of numeric versions.
 pub(crate) fn is_older(version: &str, than: &str) -> bool {
     let number = |text: &str| text.parse::<u128>().ok();
     number(version).zip(number(than)).is_some_and(|(version, than)| version < than)

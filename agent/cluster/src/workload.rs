@@ -1,4 +1,4 @@
-//! The pods that the API server assigns to this node: what should run, what is said of it, and their end.
+//! The pods that the API server assigns to this node: desired state, status and deletion.
 
 use std::sync::Arc;
 
@@ -32,29 +32,29 @@ pub struct Workload {
     desired: watch::Sender<Arc<Desired>>,
 }
 
-/// What the workload needs from the rest of the node.
+/// Inputs of the workload.
 pub struct Inputs {
     /// The node's name.
     pub node_name: String,
-    /// The Node object as last seen; None until it is registered.
+    /// The watched Node; None until the Node is registered.
     pub node: watch::Receiver<Option<Arc<core::Node>>>,
-    /// What runs.
+    /// The pod table.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// To the pods' manager.
+    /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
-    /// Set once all that runs is in the table.
+    /// Set once all running pods are in the table.
     pub complete: Complete,
     /// Records events.
     pub events: Recorder,
-    /// How many mirrors there are.
+    /// Number of mirrors.
     pub mirrors: Gauge,
-    /// Where what the API server says is kept.
+    /// State folder with the cached objects.
     pub state: Arc<State>,
-    /// How much of it, and when it is used.
+    /// Settings of the cache.
     pub autonomy: Settings,
-    /// Whether the API server answers.
+    /// Record of the API server's answers.
     pub presence: Presence,
-    /// Where the newest table is published of which the API server has every status.
+    /// Publishes the newest table whose statuses the API server has completely.
     pub written: watch::Sender<Option<Arc<PodTable>>>,
 }
 
@@ -65,16 +65,16 @@ impl std::fmt::Debug for Inputs {
 }
 
 impl Workload {
-    /// A workload of which nothing is known yet, and what should run by it.
+    /// Creates a workload and the receiver of its desired pods, which are unknown at first.
     #[must_use]
     pub fn new() -> (Self, watch::Receiver<Arc<Desired>>) {
         let (desired, receiver) = watch::channel(Arc::new(assigned::desired(&None)));
         (Self { desired }, receiver)
     }
 
-    /// Follows the pods, writes their status and keeps mirrors of static ones, from when there is a client
-    /// on. Until the API server has answered, what it said to an earlier life of the agent counts. Ends when
-    /// `stop` is cancelled, after the last statuses were tried once.
+    /// Follows the pods, writes their status and maintains mirrors of static pods as soon as `client` is
+    /// ready. Uses the cache of an earlier run until the API server has answered. Ends after `stop` and one
+    /// attempt to write the last statuses.
     pub fn run(self, client: Work<Client>, inputs: Inputs, stop: CancellationToken) -> Work {
         Box::pin(async move {
             let memory = Memory::open(inputs.state, inputs.autonomy, inputs.node_name.clone()).await;
@@ -126,7 +126,7 @@ impl Workload {
         })
     }
 
-    /// Keeps what should run current.
+    /// Keeps the desired pods current.
     async fn publish(
         &self,
         mut wanted: watch::Receiver<Wanted>,

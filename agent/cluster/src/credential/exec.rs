@@ -1,5 +1,5 @@
-//! Runs a credential plugin: the request is an `ExecCredential` in the environment, the answer an `ExecCredential`
-//! on standard output. Output is bounded in size and time, and never logged.
+//! Runs a credential plugin: the request is an `ExecCredential` in the environment, the answer an
+//! `ExecCredential` on standard output. Output is bounded in size and time, and never logged.
 
 use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
 

@@ -1,9 +1,9 @@
-//! Credential plugins: programs under `exec` in a kubeconfig that return the node's credential for the API server
-//! (client-go's `plugin/pkg/client/auth/exec`).
+//! Credential plugins: programs under `exec` in a kubeconfig that return the node's credential for the API
+//! server (client-go's `plugin/pkg/client/auth/exec`).
 //!
-//! At most one run is active at a time, with a timeout, in a task that never blocks a thread. Requests use the old
-//! credential until it expires, so a hanging plugin delays only requests without a valid credential. Must never log
-//! a credential.
+//! At most one run is active at a time, with a timeout, in a task that never blocks a thread. Requests use
+//! the old credential until it expires, so a hanging plugin delays only requests without a valid credential.
+//! Must never log a credential.
 
 mod exec;
 
@@ -28,8 +28,8 @@ pub(crate) use self::exec::{Error, Exec};
 const PAUSE: Duration = Duration::from_secs(1);
 /// Minimum age of a refused credential for a replacement.
 const YOUNG: Duration = Duration::from_secs(10);
-/// Divisor of a credential's lifetime: the credential is replaced when less than this fraction of its lifetime and
-/// less than [`LAST`] is left.
+/// Divisor of a credential's lifetime: the credential is replaced when less than this fraction of its
+/// lifetime and less than [`LAST`] is left.
 const LAST_PART: i32 = 5;
 /// Maximum remaining time of a credential that is replaced.
 const LAST: SignedDuration = SignedDuration::from_mins(5);
@@ -118,8 +118,8 @@ impl Plugin {
         }
     }
 
-    /// Starts the plugin on the runtime of the caller, unless it runs or has just ended. The run continues if the
-    /// request that started it is cancelled.
+    /// Starts the plugin on the runtime of the caller, unless it runs or has just ended. The run continues if
+    /// the request that started it is cancelled.
     fn begin(self: &Arc<Self>, state: &mut State) -> watch::Receiver<Option<Ended>> {
         let counts = |run: &watch::Receiver<Option<Ended>>| match &*run.borrow() {
             None => run.has_changed().is_ok(),
@@ -242,8 +242,8 @@ where
     }
 }
 
-/// Removes the plugin from a kubeconfig's user, since the library would run it without a timeout. Returns None if
-/// another credential has precedence (the order of `kube`'s `Auth::try_from`).
+/// Removes the plugin from a kubeconfig's user, since the library would run it without a timeout. Returns
+/// None if another credential has precedence (the order of `kube`'s `Auth::try_from`).
 ///
 /// # Errors
 /// The kubeconfig's description of the plugin is invalid.

@@ -127,7 +127,7 @@ async fn a_refused_credential_is_replaced_but_not_one_that_was_just_given() {
     let old = Arc::new(old);
     script.plugin.lock().newest = Some(Arc::clone(&old));
     script.plugin.refused(&first);
-    assert!(!script.plugin.lock().refused, "it is another one by now");
+    assert!(!script.plugin.lock().refused, "the newest credential is another one by now");
     script.plugin.refused(&old);
     assert!(script.plugin.lock().refused);
 }

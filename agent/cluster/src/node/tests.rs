@@ -135,7 +135,7 @@ async fn what_an_older_server_leaves_out_is_not_written_again_and_again() {
 #[tokio::test(start_paused = true)]
 async fn an_existing_node_keeps_what_others_put_on_it() {
     let server = Server::default();
-    server.put(
+    server.set(
         OWN,
         json!({
             "apiVersion": "v1", "kind": "Node",
@@ -169,13 +169,13 @@ async fn a_cordon_its_end_and_a_reboot_are_events_of_the_node_each_once() {
             "spec": { "unschedulable": unschedulable }, "status": { "nodeInfo": { "bootID": "before" } }
         })
     };
-    server.put(OWN, node(true));
+    server.set(OWN, node(true));
     let mut kept = start(&server, true);
     let boot =
         |node: &Node| node.status.as_ref().and_then(|s| s.node_info.as_ref()).map(|i| i.boot_id.clone());
     kept.until(|node| boot(node).as_deref() == Some("now")).await;
     // Another client overwrites the agent's fields: no second reboot event.
-    server.put(OWN, node(false));
+    server.set(OWN, node(false));
     kept.until(|node| boot(node).as_deref() == Some("before")).await;
     kept.until(|node| boot(node).as_deref() == Some("now")).await;
     let log = kept.events.subscribe();
@@ -209,7 +209,7 @@ async fn a_node_that_may_not_register_waits_for_one_to_be_made() {
     let mut kept = start(&server, false);
     sleep(Duration::from_secs(30)).await;
     assert!(server.requests().iter().all(|request| *request == format!("GET {OWN}")));
-    server.put(OWN, json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } }));
+    server.set(OWN, json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } }));
     kept.until(|node| node.status.as_ref().is_some_and(|status| status.conditions.is_some())).await;
     kept.end().await;
 }

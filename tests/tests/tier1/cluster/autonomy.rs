@@ -165,7 +165,7 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
             });
             member.until_volume(&web, "hush/word", "xyzzy");
         } else {
-            member.scene.until_logged("it waits for the API server");
+            member.scene.until_logged("the pod waits for the API server");
             assert!(!member.runs("web"));
         }
         member.api.come_back();

@@ -25,7 +25,7 @@ const MEMORY_KIB: u64 = 400 << 10;
 const GRACES: [i64; 8] = [i64::MAX, 1_000_000_000_000, 2_147_483_647, 30, 1, 0, -1, i64::MIN];
 /// Log message about a pod that cannot be parsed. The node reports nothing about it to the API server, and
 /// does not confirm its end.
-const UNREADABLE: &str = "a pod of the API server can't be read";
+const UNREADABLE: &str = "cannot read a pod of the API server";
 /// Pods that must stay unaffected.
 const BYSTANDERS: [&str; 2] = ["bystander", "bystander-probed"];
 
