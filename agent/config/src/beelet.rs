@@ -1,4 +1,4 @@
-//! `kind: BeeletConfiguration` (beelet.dev/v1alpha1): what is ours, on the wire.
+//! Wire type of `kind: BeeletConfiguration` (beelet.dev/v1alpha1).
 
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -52,7 +52,7 @@ pub(super) struct BeeletWire {
     pub(super) autonomy: Option<AutonomyWire>,
 }
 
-/// How a node of a cluster does without its API server.
+/// Settings for a cluster's node whose API server is absent.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct AutonomyWire {
@@ -61,7 +61,7 @@ pub(super) struct AutonomyWire {
     pub(super) key_file: Option<String>,
 }
 
-/// YAML reads a bare `off` as false, so both spellings mean the same.
+/// Reads the mode from a word or a boolean: YAML reads a bare `off` as false.
 fn bpf_mode<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<BpfMode>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "auto or off")]

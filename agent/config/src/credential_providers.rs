@@ -1,5 +1,6 @@
-//! `kind: CredentialProviderConfig` (kubelet.config.k8s.io): the programs that know who the node is at image
-//! registries. Read and checked as the kubelet does it (`pkg/credentialprovider/plugin/config.go`).
+//! Reads and checks `kind: CredentialProviderConfig` (kubelet.config.k8s.io) as the kubelet does
+//! (`pkg/credentialprovider/plugin/config.go`): programs that return the node's credentials for image
+//! registries.
 
 use std::{
     collections::BTreeSet,
@@ -21,42 +22,43 @@ use super::{
     values::GoDuration,
 };
 
-/// The API's group, and its versions of the file.
+/// API group of the file.
 const GROUP: &str = "kubelet.config.k8s.io";
+/// Supported API versions.
 const VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha1"];
 const KIND: &str = "CredentialProviderConfig";
-/// The most files of a folder that are read.
+/// Maximum number of files in a folder.
 const FILES: usize = 256;
 
-/// Programs that are asked for credentials, and where they are.
+/// Credential providers and their folder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CredentialProviders {
-    /// The folder of the programs.
+    /// Folder of the programs.
     pub bin_dir: PathBuf,
-    /// In the order in which they are asked.
+    /// The providers, in the order of their requests.
     pub providers: Vec<CredentialProvider>,
 }
 
-/// A program that is asked for credentials.
+/// A program that returns credentials.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CredentialProvider {
-    /// Its name: that of its file.
+    /// Name of the provider and of its file.
     pub name: String,
-    /// The images that it is asked for.
+    /// Patterns of the images for which the provider has credentials.
     pub match_images: Vec<String>,
-    /// How long its answers hold where they don't say.
+    /// Lifetime of answers without a lifetime of their own.
     pub default_cache_duration: Duration,
-    /// How it is spoken to.
+    /// API version of requests and answers.
     pub version: ProviderVersion,
-    /// Its arguments.
+    /// Arguments of the program.
     pub args: Vec<String>,
-    /// Its environment beside the agent's own.
+    /// Environment variables in addition to the agent's own.
     pub env: Vec<(String, String)>,
-    /// How it uses the pods' service accounts, if it does (KEP-4412).
+    /// Use of the pods' service accounts, if any (KEP-4412).
     pub tokens: Option<TokenAttributes>,
 }
 
-/// The version of `credentialprovider.kubelet.k8s.io` that a program speaks.
+/// Version of `credentialprovider.kubelet.k8s.io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProviderVersion {
     /// `v1`.
@@ -71,7 +73,7 @@ pub enum ProviderVersion {
 }
 
 impl ProviderVersion {
-    /// As it is written, with the group.
+    /// Returns the version with its group.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -82,18 +84,18 @@ impl ProviderVersion {
     }
 }
 
-/// How a program uses the service account of the pod that wants an image.
+/// Use of the service account of the pod that needs an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenAttributes {
-    /// Whom the account's token is for.
+    /// Audience of the account's token.
     pub audience: String,
-    /// It is not asked for pods without an account.
+    /// True to skip the provider for pods without an account.
     pub require_service_account: bool,
-    /// Annotations that the account must have; without them it is not asked.
+    /// Annotations without which the provider is skipped for an account.
     pub required_annotations: Vec<String>,
-    /// Annotations that it is told, if the account has them.
+    /// Annotations that the provider gets if the account has them.
     pub optional_annotations: Vec<String>,
-    /// Answers hold for the token they were given for, not for the account.
+    /// True to cache answers per token instead of per account.
     pub cache_by_token: bool,
 }
 
@@ -150,25 +152,24 @@ enum CacheType {
 }
 
 impl CredentialProviders {
-    /// Reads a file, or the `*.json`, `*.yaml` and `*.yml` of a folder in the order of their names. The
-    /// programs are in `bin_dir`.
+    /// Reads a file, or the `*.json`, `*.yaml` and `*.yml` files of a folder in the order of their names.
+    /// `bin_dir` is the folder of the programs.
     ///
     /// # Errors
-    /// A file can't be read, or says what can't be.
+    /// A file is unreadable or invalid.
     pub fn read(path: &Path, bin_dir: &Path) -> Result<Self, ConfigError> {
         let mut providers: Vec<CredentialProvider> = Vec::new();
         for file in files(path)? {
             for provider in parse(&file, &read(&file)?)? {
                 if providers.iter().any(|other| other.name == provider.name) {
-                    let message =
-                        format!("there are two providers of the name {:?}; keep one", provider.name);
+                    let message = format!("two providers have the name {:?}; keep one", provider.name);
                     return Err(error_at(&file, None, "providers", message));
                 }
                 providers.push(provider);
             }
         }
         if providers.is_empty() {
-            return Err(error_at(path, None, "providers", "there must be at least one provider"));
+            return Err(error_at(path, None, "providers", "must have at least one provider"));
         }
         Ok(Self { bin_dir: bin_dir.to_owned(), providers })
     }
@@ -179,7 +180,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
         return Ok(vec![path.to_owned()]);
     }
     let fail =
-        |why: &dyn std::fmt::Display| error_at(path, None, "", format!("the folder can't be read: {why}"));
+        |why: &dyn std::fmt::Display| error_at(path, None, "", format!("cannot read the folder: {why}"));
     let mut files = Vec::new();
     for entry in std::fs::read_dir(path).map_err(|error| fail(&error))? {
         let file = entry.map_err(|error| fail(&error))?.path();
@@ -188,12 +189,12 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
             files.push(file);
         }
         if files.len() > FILES {
-            return Err(fail(&format_args!("it has more than {FILES} files")));
+            return Err(fail(&format_args!("more than {FILES} files")));
         }
     }
     files.sort();
     if files.is_empty() {
-        return Err(fail(&"it has no files that end in .json, .yaml or .yml"));
+        return Err(fail(&"no .json, .yaml or .yml files"));
     }
     Ok(files)
 }
@@ -232,7 +233,7 @@ fn check_kind(file: &Path, document: &Document) -> Result<(), ConfigError> {
 fn provider(path: &str, wire: ProviderWire) -> Result<CredentialProvider, Problem> {
     let problem = |field: &str, message: &str| Err(Problem::new(format!("{path}.{field}"), message));
     if wire.name.is_empty() || wire.name.contains(['/', ' ', '\0']) || wire.name == "." || wire.name == ".." {
-        return problem("name", "must be the name of a file, without '/' and spaces");
+        return problem("name", "must be a file name without '/' and spaces");
     }
     if wire.match_images.is_empty() {
         return problem("matchImages", "must name at least one image");
@@ -240,17 +241,17 @@ fn provider(path: &str, wire: ProviderWire) -> Result<CredentialProvider, Proble
     let wrong =
         |image: &String| image.is_empty() || image.contains(|c: char| c.is_whitespace() || c.is_control());
     if let Some(index) = wire.match_images.iter().position(wrong) {
-        return problem(&format!("matchImages[{index}]"), "is no registry, or path in one");
+        return problem(&format!("matchImages[{index}]"), "must be a registry, with or without a path");
     }
     let Some(GoDuration(default_cache_duration)) = wire.default_cache_duration else {
-        return problem("defaultCacheDuration", "must be there, such as 12h");
+        return problem("defaultCacheDuration", "must be set, e.g. 12h");
     };
     if let Some(index) = wire.env.iter().position(|v| v.name.is_empty() || v.name.contains(['=', '\0'])) {
-        return problem(&format!("env[{index}].name"), "is no variable's name");
+        return problem(&format!("env[{index}].name"), "is not the name of an environment variable");
     }
     let tokens = match wire.token_attributes {
         Some(_) if wire.api_version != ProviderVersion::V1 => {
-            return problem("tokenAttributes", "need apiVersion credentialprovider.kubelet.k8s.io/v1");
+            return problem("tokenAttributes", "needs apiVersion credentialprovider.kubelet.k8s.io/v1");
         }
         Some(tokens) => Some(token_attributes(&format!("{path}.tokenAttributes"), tokens)?),
         None => None,
@@ -269,22 +270,22 @@ fn provider(path: &str, wire: ProviderWire) -> Result<CredentialProvider, Proble
 fn token_attributes(path: &str, wire: TokenWire) -> Result<TokenAttributes, Problem> {
     let problem = |field: &str, message: &str| Err(Problem::new(format!("{path}.{field}"), message));
     if wire.service_account_token_audience.is_empty() {
-        return problem("serviceAccountTokenAudience", "must be there: whom the token is for");
+        return problem("serviceAccountTokenAudience", "must be set: the token's audience");
     }
     let Some(require_service_account) = wire.require_service_account else {
-        return problem("requireServiceAccount", "must be there: true or false");
+        return problem("requireServiceAccount", "must be set: true or false");
     };
     let (required, optional) =
         (wire.required_service_account_annotation_keys, wire.optional_service_account_annotation_keys);
     if !require_service_account && !required.is_empty() {
         return problem(
             "requiredServiceAccountAnnotationKeys",
-            "can't be there where requireServiceAccount is false",
+            "can't be set if requireServiceAccount is false",
         );
     }
     let mut seen = BTreeSet::new();
     if let Some(twice) = required.iter().chain(&optional).find(|key| !seen.insert(key.as_str())) {
-        return Err(Problem::new(path, format!("the annotation {twice:?} is named twice")));
+        return Err(Problem::new(path, format!("the annotation {twice:?} is listed twice")));
     }
     Ok(TokenAttributes {
         audience: wire.service_account_token_audience,
@@ -329,16 +330,16 @@ mod tests {
             let error = read_one(providers).unwrap_err();
             assert!(error.contains(expected), "{error}");
         };
-        check(&ECR.replace("ecr", "../ecr"), "4:9: providers[0].name: must be the name of a file");
+        check(&ECR.replace("ecr", "../ecr"), "4:9: providers[0].name: must be a file name");
         check(&ECR.replace("['*.registry.test']", "[]"), "matchImages: must name at least one image");
-        check(&ECR.replace("  defaultCacheDuration: 12h\n", ""), "defaultCacheDuration: must be there");
+        check(&ECR.replace("  defaultCacheDuration: 12h\n", ""), "defaultCacheDuration: must be set");
         check(&ECR.replace("k8s.io/v1", "k8s.io/v2"), "unknown variant");
         check(&format!("{ECR}  tokens: {{}}\n"), "unknown field `tokens`");
         let beta = ECR.replace("k8s.io/v1", "k8s.io/v1beta1");
         let tokens = "  tokenAttributes: {serviceAccountTokenAudience: r, cacheType: Token, requireServiceAccount: false}\n";
-        check(&format!("{beta}{tokens}"), "need apiVersion credentialprovider.kubelet.k8s.io/v1");
+        check(&format!("{beta}{tokens}"), "needs apiVersion credentialprovider.kubelet.k8s.io/v1");
         let keys = tokens.replace("false}", "false, requiredServiceAccountAnnotationKeys: [a]}");
-        check(&format!("{ECR}{keys}"), "can't be there where requireServiceAccount is false");
+        check(&format!("{ECR}{keys}"), "can't be set if requireServiceAccount is false");
         let other = parse(Path::new("x"), "apiVersion: v1\nkind: Pod\n").unwrap_err().to_string();
         assert!(other.contains("must be a CredentialProviderConfig of kubelet.config.k8s.io/v1"), "{other}");
     }
@@ -351,13 +352,13 @@ mod tests {
             std::fs::write(dir.path().join(name), text).unwrap();
         };
         let read = || CredentialProviders::read(dir.path(), Path::new("/bin"));
-        assert!(read().unwrap_err().to_string().contains("has no files"));
+        assert!(read().unwrap_err().to_string().contains("no .json, .yaml or .yml files"));
         file("b.yaml", ECR);
         file("a.yml", &ECR.replace("ecr", "acr"));
         file("c.conf", "nothing");
         let names: Vec<String> = read().unwrap().providers.into_iter().map(|one| one.name).collect();
         assert_eq!(names, ["acr", "ecr"]);
         file("d.json", ECR);
-        assert!(read().unwrap_err().to_string().contains("two providers of the name \"ecr\""));
+        assert!(read().unwrap_err().to_string().contains("two providers have the name \"ecr\""));
     }
 }

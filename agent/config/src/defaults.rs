@@ -1,9 +1,9 @@
-//! Defaults that other parts of the agent use too.
+//! Defaults that other crates use, too.
 
 use std::time::Duration;
 
-/// How long a pod waits for a plugin, unless the configuration says otherwise: as long as the kubelet
-/// remembers one.
+/// Default time that a pod waits for a plugin: as long as the kubelet remembers one.
 pub const PLUGIN_WAIT: Duration = Duration::from_secs(300);
-/// How long a node of a cluster waits at its start for the API server before it runs pods without it.
+/// Default time that a cluster's node waits at its start for the API server before it runs pods from the
+/// cache.
 pub const AUTONOMY: Duration = Duration::from_secs(30);

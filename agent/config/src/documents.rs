@@ -1,5 +1,5 @@
-//! Both documents with every value that is in effect, as the resolvers leave them: printed, they can be read
-//! again.
+//! Both documents with all effective values, as the resolvers leave them. Their printed form is a valid
+//! configuration.
 
 use beelet_codec::data;
 use serde_json::{Map, Value};
@@ -10,7 +10,7 @@ use super::unsupported;
 
 /// Version and kind of the kubelet's document.
 pub(super) const KUBELET: (&str, &str) = ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration");
-/// Version and kind of our own.
+/// Version and kind of beelet's own document.
 pub(super) const BEELET: (&str, &str) = ("beelet.dev/v1alpha1", "BeeletConfiguration");
 
 /// The resolved documents, without version and kind.
@@ -21,14 +21,14 @@ pub(super) struct Documents {
 }
 
 impl Documents {
-    /// Keeps both as they are after they were resolved.
+    /// Stores both resolved documents.
     pub(super) fn new(kubelet: &KubeletWire, beelet: &BeeletWire) -> Self {
-        // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
+        // Serializing plain structs of strings, numbers and maps can't fail.
         let value = |document: Result<Value, _>| document.unwrap_or_default();
         Self { kubelet: value(data::to_value(kubelet)), beelet: value(data::to_value(beelet)) }
     }
 
-    /// The text of both.
+    /// Returns both documents as YAML.
     pub(super) fn print(&self) -> String {
         let mut text = String::new();
         for ((version, kind), body) in [(KUBELET, &self.kubelet), (BEELET, &self.beelet)] {
@@ -39,8 +39,8 @@ impl Documents {
         text
     }
 
-    /// The kubelet's document, with its fields that have no effect: those of `unread` as they were written,
-    /// the others with the kubelet's defaults.
+    /// Returns the kubelet's document including the fields without an effect: those of `unread` with their
+    /// written value, the others with the kubelet's default.
     pub(super) fn kubelet(&self, unread: &Map<String, Value>) -> Value {
         let mut value = self.kubelet.clone();
         if let Some(object) = value.as_object_mut() {

@@ -1,27 +1,27 @@
-//! What can be wrong with a configuration file, said with the file, the line and the field.
+//! Errors and warnings of a configuration file, with file, line and field.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Why a configuration cannot be used. Prints as `FILE:LINE:COLUMN: FIELD: what is wrong`.
+/// Error of a configuration. Prints as `FILE:LINE:COLUMN: FIELD: MESSAGE`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}{}{}", .place, Field(.field), .message)]
 pub struct ConfigError {
-    /// Where it is.
+    /// File and position.
     pub place: FilePlace,
-    /// The field, from its document's root, e.g. `evictionHard.memory.available`; empty where no field is to
-    /// blame.
+    /// Path of the field from its document's root, e.g. `evictionHard.memory.available`; empty for a fault of
+    /// the file.
     pub field: String,
-    /// What is wrong and what would be right.
+    /// The fault and its remedy.
     pub message: String,
 }
 
-/// Why settings cannot be used: every fault that was found, and everything that has no effect, so that a
-/// person who moves a kubelet's file here sees the whole list at once. Prints as one line per fault.
+/// All faults of a configuration and all settings without an effect, so that users who migrate a kubelet's
+/// file see the whole list at once. Prints as one line per fault.
 #[derive(Debug, Clone, Default, PartialEq, Eq, thiserror::Error)]
 #[error("{}", lines(.errors))]
 pub struct ConfigFaults {
-    /// The faults; at least one. A fault may hide others in the same field.
+    /// At least one fault. A fault may hide others in the same field.
     pub errors: Vec<ConfigError>,
     /// Settings without an effect.
     pub warnings: Vec<Warning>,
@@ -37,19 +37,19 @@ fn lines(errors: &[ConfigError]) -> String {
     errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
 }
 
-/// Something in a configuration that has no effect, or not the whole effect. Prints like a [`ConfigError`].
+/// A setting without an effect, or with a partial effect. Prints like a [`ConfigError`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// Where it is.
+    /// File and position.
     pub place: FilePlace,
-    /// The field, from its document's root.
+    /// Path of the field from its document's root.
     pub field: String,
-    /// Why it has no effect, or which effect it has instead.
+    /// Reason for the missing effect, or the actual effect.
     pub message: String,
 }
 
 impl Warning {
-    /// Of a flag of the command line.
+    /// Returns the warning of a command-line flag.
     #[must_use]
     pub fn of_flag(name: &str, message: String) -> Self {
         Self { place: FilePlace::new(Path::new(&format!("--{name}")), None), field: String::new(), message }
@@ -65,14 +65,14 @@ impl fmt::Display for Warning {
 /// A file and, where known, a line and column (both from 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FilePlace {
-    /// The file, as it was named to us.
+    /// The file, as given by the user.
     pub file: PathBuf,
     /// Line and column.
     pub position: Option<(u64, u64)>,
 }
 
 impl FilePlace {
-    /// A place in `file`.
+    /// Creates a place in `file`.
     pub(crate) fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
         Self { file: file.to_owned(), position }
     }
@@ -96,7 +96,7 @@ impl fmt::Display for Field<'_> {
     }
 }
 
-/// A bad value, before it is known where in which file its field stands.
+/// A bad value whose file and position are not known yet.
 #[derive(Debug)]
 pub(super) struct Problem {
     pub(super) field: String,

@@ -1,13 +1,12 @@
-//! Which fields a struct reads, asked of serde itself, so that no list of names has to be kept beside the
-//! struct.
+//! Names of the fields that a struct reads, taken from serde itself, so that no separate list is necessary.
 
 use serde::de::{DeserializeOwned, Deserializer, Visitor, value::Error};
 use serde::forward_to_deserialize_any;
 
-/// The names `T`'s derived `Deserialize` knows.
+/// Returns the field names of `T`'s derived `Deserialize`.
 pub(super) fn names_of<T: DeserializeOwned>() -> &'static [&'static str] {
     let mut names: &'static [&'static str] = &[];
-    // The probe answers every request with an error once it has noted the names: there is nothing to read.
+    // The probe stores the names and then fails every request, since it has no value.
     let _ = T::deserialize(Probe(&mut names));
     names
 }
@@ -28,7 +27,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
     }
 
     fn deserialize_any<V: Visitor<'de>>(self, _visitor: V) -> Result<V::Value, Error> {
-        Err(serde::de::Error::custom("there is nothing to read"))
+        Err(serde::de::Error::custom("the probe has no value"))
     }
 
     forward_to_deserialize_any! {
@@ -37,7 +36,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
     }
 }
 
-/// The name of `known` that `given` most likely stands for: a typing mistake or another case, or nothing.
+/// Returns the name of `known` of which `given` is most likely a misspelling, if any.
 pub(super) fn closest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     known
         .map(|name| (distance(&given.to_lowercase(), &name.to_lowercase()), name))
@@ -46,7 +45,7 @@ pub(super) fn closest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> 
         .map(|(_, name)| name)
 }
 
-/// Levenshtein's distance: insertions, deletions and substitutions between two names.
+/// Returns the Levenshtein distance: insertions, deletions and substitutions between two names.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

@@ -1,6 +1,7 @@
-//! `kind: KubeletConfiguration` (kubelet.config.k8s.io/v1beta1): the fields that have an effect, on the wire.
+//! Wire type of `kind: KubeletConfiguration` (kubelet.config.k8s.io/v1beta1), with the fields that have an
+//! effect.
 //!
-//! Every field is optional here; what a missing one means is decided in [`super::resolve`].
+//! All fields are optional; [`super::resolve`] sets the defaults.
 
 use serde::{Deserialize, Serialize};
 
@@ -134,7 +135,7 @@ pub(super) struct KubeletWire {
     pub(super) shutdown_grace_period_by_pod_priority: Option<Vec<ShutdownPeriodWire>>,
 }
 
-/// How long pods from a priority on may take when the machine goes down.
+/// Grace period at the machine's shutdown for pods of at least this priority.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct ShutdownPeriodWire {
@@ -142,7 +143,7 @@ pub(super) struct ShutdownPeriodWire {
     pub(super) shutdown_grace_period_seconds: i64,
 }
 
-/// A taint, as a v1.Node has it.
+/// A taint in the form of a v1.Node.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct TaintWire {
@@ -150,7 +151,7 @@ pub(super) struct TaintWire {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) value: Option<String>,
     pub(super) effect: String,
-    /// The API server sets it; a file may have it, copied from a Node.
+    /// Set by the API server; a file may contain it, copied from a Node.
     #[serde(skip_serializing)]
     pub(super) time_added: Option<serde_json::Value>,
 }

@@ -1,10 +1,10 @@
 //! The configuration: a YAML (or JSON) stream of at most one `KubeletConfiguration`
 //! (kubelet.config.k8s.io/v1beta1) and at most one `BeeletConfiguration` (beelet.dev/v1alpha1).
 //!
-//! It is read once, at the start, into values that cannot be wrong; nothing else in the agent reads a
-//! configuration file. Defaults are the kubelet's. A field that v1beta1 has and beelet does not use yet is a
-//! warning that names it; an unknown field or a bad value is an error with its line. This module must never
-//! look at the machine beyond its hostname: whether the runtime answers or a folder exists is for its users.
+//! This crate reads it once, at the start, into validated values; no other crate reads a configuration file.
+//! Defaults are the kubelet's. A field of v1beta1 that beelet does not use causes a warning; an unknown field
+//! of a `BeeletConfiguration` or a bad value is an error with its line. Must never inspect the machine except
+//! for its hostname: callers check that the runtime answers or that a folder exists.
 
 pub mod defaults;
 
@@ -54,14 +54,14 @@ pub use load::{Setting, Sources};
 pub use pressure::{Eviction, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};
 
-/// What this node is to do.
+/// Configuration of this node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// The node's name: the end of every static pod's name. Default: the hostname in lower case.
+    /// The node's name, with which every static pod's name ends. Default: the hostname in lower case.
     pub node_name: String,
-    /// The folder (or the one file) static pods come from. None: no pods.
+    /// Folder or single file of static pods. None: no static pods.
     pub static_pod_path: Option<PathBuf>,
-    /// How often the folder is read again although no change was reported.
+    /// Interval of reading the folder without a reported change.
     pub file_check_frequency: Duration,
     /// Root of the containers' log files.
     pub pod_logs_dir: PathBuf,
@@ -69,161 +69,158 @@ pub struct Config {
     pub runtime_endpoint: String,
     /// The image service's socket, as `unix:///path`.
     pub image_endpoint: String,
-    /// Deadline of a runtime call that should be quick.
+    /// Timeout of short runtime calls.
     pub runtime_request_timeout: Duration,
-    /// Where `/healthz`, `/metrics` and the like are served. A loopback address.
+    /// Loopback address of `/healthz`, `/metrics` and the like.
     pub healthz_address: IpAddr,
-    /// The port for it; 0: not served.
+    /// Port of `/healthz`, `/metrics` and the like; 0: not served.
     pub healthz_port: u16,
-    /// The cgroup under which `kubepods` lives, from the hierarchy's root: `/` or `/some/path`.
+    /// Parent cgroup of `kubepods`, from the hierarchy's root: `/` or `/some/path`.
     pub cgroup_root: String,
-    /// What manages cgroups, if that is said. The runtime's own answer, where it gives one, must be the same.
+    /// The cgroup driver, if configured. Must equal the runtime's, if the runtime reports one.
     pub cgroup_driver: Option<CgroupDriver>,
-    /// Refuse to run where cgroup v1 controllers are in use. Unlike the kubelet's, our default is false.
+    /// True to refuse to run if cgroup v1 controllers are in use. The default is false, unlike the kubelet's.
     pub fail_cgroup_v1: bool,
-    /// Whether CPU limits are enforced by CFS quota.
+    /// True to enforce CPU limits by CFS quota.
     pub cpu_cfs_quota: bool,
-    /// The period of that quota, 1 ms to 1 s.
+    /// Period of the CFS quota, 1 ms to 1 s.
     pub cpu_cfs_quota_period: Duration,
-    /// Most processes and threads in a pod; -1: no limit.
+    /// Maximum number of processes and threads per pod; -1: no limit.
     pub pod_pids_limit: i64,
-    /// Kept for the operating system: not for pods.
+    /// Amounts reserved for the operating system.
     pub system_reserved: BTreeMap<String, Quantity>,
-    /// Kept for the node's own agents: not for pods.
+    /// Amounts reserved for the node's own agents.
     pub kube_reserved: BTreeMap<String, Quantity>,
-    /// `reservedSystemCPUs` as it was written: their number is in `system_reserved`. They are not kept from
-    /// pods.
+    /// `reservedSystemCPUs` as written. `system_reserved` has the number of these CPUs. Pods may run on them.
     pub reserved_system_cpus: String,
-    /// The cgroup that is held to `system_reserved`; None: it is not enforced.
+    /// Cgroup with `system_reserved` as its limit; None: not enforced.
     pub system_reserved_cgroup: Option<ReservedCgroup>,
-    /// The cgroup that is held to `kube_reserved`; None: it is not enforced.
+    /// Cgroup with `kube_reserved` as its limit; None: not enforced.
     pub kube_reserved_cgroup: Option<ReservedCgroup>,
-    /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None:
-    /// not at all.
+    /// Protection of memory requests and throttling below the memory limit (cgroup v2 only); None: off.
     pub memory_qos: Option<MemoryQos>,
-    /// The kernel kills one process for want of memory, not its container. None: as the machine's cgroups
-    /// have it, which is one process on version 1 and the container on version 2.
+    /// True if an out-of-memory kill ends a single process instead of its container. None: the default of the
+    /// machine's cgroup version, i.e. a single process on version 1 and the container on version 2.
     pub single_process_oom_kill: Option<bool>,
-    /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
+    /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not use; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
     /// Name servers for pods with `dnsPolicy: ClusterFirst`.
     pub cluster_dns: Vec<IpAddr>,
-    /// The domain added to those pods' search list; empty: none.
+    /// Domain added to these pods' search list; empty: none.
     pub cluster_domain: String,
-    /// The resolver configuration that pods start from; None: an empty one.
+    /// Base resolver configuration of pods; None: an empty one.
     pub resolv_conf: Option<PathBuf>,
-    /// Refuse to run on a machine with swap. Unlike the kubelet's, our default is false: no container gets
-    /// any.
+    /// True to refuse to run on a machine with swap. The default is false, unlike the kubelet's: no container
+    /// gets swap.
     pub fail_swap_on: bool,
-    /// Does the agent refuse to run where the kernel is not set as a kubelet sets it?
+    /// True to refuse to run if kernel settings differ from those that a kubelet sets.
     pub protect_kernel_defaults: bool,
-    /// Which containers may use swap.
+    /// Use of swap by containers.
     pub swap_behavior: SwapBehavior,
-    /// User and group ids of each pod with a user namespace of its own; a multiple of 65,536.
+    /// Number of user and group ids of each pod with its own user namespace; a multiple of 65,536.
     pub user_ids_per_pod: u32,
-    /// Longest delay between two restarts of a crashing container.
+    /// Maximum delay between two restarts of a crashing container.
     pub max_container_restart_period: Duration,
-    /// How strictly a container's devices must be near each other, and what is aligned together.
+    /// Policy and scope of the alignment of a container's devices.
     pub topology: (TopologyPolicy, TopologyScope),
-    /// Images pulled at a time; None: as many as pods ask for.
+    /// Maximum number of concurrent image pulls; None: no limit.
     pub parallel_image_pulls: Option<usize>,
-    /// Which pods must show that they may use an image that is here.
+    /// Verification of a pod's right to use an image that the node already has.
     pub image_verification: Verification,
-    /// From the command line alone: the programs that are asked for credentials of image registries.
+    /// From the command line only: programs that return credentials of image registries.
     pub credential_providers: Option<CredentialProviders>,
-    /// Pulls per second, on average; 0: no limit.
+    /// Average number of pulls per second; 0: no limit.
     pub registry_pull_qps: u32,
-    /// Pulls that may begin at once after a quiet time.
+    /// Maximum number of pulls at once after a quiet time.
     pub registry_burst: u32,
-    /// Bytes from which on a container's log is rotated.
+    /// Size at which a container's log is rotated, in bytes.
     pub container_log_max_size: u64,
-    /// Log files kept of a container's instance, at least 2.
+    /// Number of log files per container instance, at least 2.
     pub container_log_max_files: usize,
-    /// How often the sizes of logs are looked at.
+    /// Interval of checks of the logs' sizes.
     pub container_log_monitor_interval: Duration,
-    /// Containers without a seccompProfile get the runtime's.
+    /// True if containers without a seccompProfile get the runtime's.
     pub seccomp_default: bool,
-    /// Kernel settings that pods may have besides the safe ones; a `*` at the end stands for any end.
+    /// Kernel settings that pods may have in addition to the safe ones; a final `*` matches any suffix.
     pub allowed_unsafe_sysctls: Vec<String>,
     /// The agent's own oom_score_adj, -1000 to 1000.
     pub oom_score_adj: i32,
     /// The agent's own limit of open files.
     pub max_open_files: u64,
-    /// Most pods at a time, `podsPerCore` taken into account by [`Config::pod_limit`].
+    /// Maximum number of pods; [`Config::pod_limit`] takes `podsPerCore` into account.
     pub max_pods: u32,
-    /// The addresses of pods, for a runtime that makes its network of them, on a node without an API server;
-    /// empty: they are nobody's business here. In a cluster the Node says them.
+    /// Pod addresses on a node without an API server, for a runtime that builds its network from them; empty:
+    /// none. In a cluster they come from the Node.
     pub pod_cidr: String,
-    /// Most pods for each CPU; 0: only `max_pods` counts.
+    /// Maximum number of pods per CPU; 0: only `max_pods` counts.
     pub pods_per_core: u32,
-    /// When images go.
+    /// Image garbage collection.
     pub image_gc: ImageGc,
-    /// When the node is short of something, and what then.
+    /// Eviction thresholds and times.
     pub eviction: Eviction,
-    /// What pods get when the machine goes down.
+    /// Grace periods of pods at the machine's shutdown.
     pub shutdown: Periods,
-    /// Whether ephemeral-storage limits and sizes of emptyDir volumes are enforced.
+    /// True to enforce ephemeral-storage limits and sizes of emptyDir volumes.
     pub local_storage_isolation: bool,
-    /// How old the measured size of a volume may get before it is measured again.
+    /// Maximum age of a volume's measured size.
     pub volume_stats_period: Duration,
-    /// The folder with the drivers of `flexVolume`.
+    /// Folder with the drivers of `flexVolume`.
     pub volume_plugin_dir: PathBuf,
-    /// In the kubelet's place alone: where links to containers' logs are kept. None: nowhere.
+    /// Only as a kubelet replacement: folder of links to containers' logs. None: no links.
     pub log_links: Option<PathBuf>,
-    /// In the kubelet's place alone: a manifest that is deleted and put back ends the pod that runs by it.
+    /// Only as a kubelet replacement: true if deleting and restoring a manifest ends its running pod.
     pub put_back_restarts: bool,
-    /// Fields of the `KubeletConfiguration` that have no effect, as they were written: `/configz` shows them.
+    /// Fields of the `KubeletConfiguration` without an effect, as written, for `/configz`.
     pub unread: serde_json::Map<String, serde_json::Value>,
-    /// How this machine is a node of a cluster; without an API server it has no effect.
+    /// Settings of a cluster's node; without an API server they have no effect.
     pub node: NodeConfig,
-    /// The HTTPS server that the API server and monitors talk to.
+    /// HTTPS server for the API server and monitors.
     pub server: Server,
-    /// Where spans go; None: nowhere.
+    /// Export of spans; None: off.
     pub tracing: Option<Tracing>,
-    /// What is ours.
+    /// beelet's own settings.
     pub beelet: Beelet,
     documents: documents::Documents,
 }
 
-/// How a machine is a node of a cluster.
+/// Settings of a cluster's node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeConfig {
-    /// Make the Node object where there is none.
+    /// True to create a missing Node object.
     pub register: bool,
-    /// Taints that the Node is made with.
+    /// Taints of a created Node.
     pub taints: Vec<Taint>,
     /// The cloud's name for the machine; empty: none.
     pub provider_id: String,
-    /// How often the Node's status is looked at.
+    /// Interval of checks of the Node's status.
     pub status_update_frequency: Duration,
-    /// How often it is written although nothing changed.
+    /// Interval of writes of an unchanged status.
     pub status_report_frequency: Duration,
-    /// Most images in it; None: all.
+    /// Maximum number of images in the status; None: all.
     pub status_max_images: Option<usize>,
-    /// How long the node's lease holds.
+    /// Duration of the node's lease.
     pub lease_duration: Duration,
-    /// Events per second that are sent to the API server; 0: no limit.
+    /// Maximum number of events per second to the API server; 0: no limit.
     pub event_qps: u32,
-    /// Events that may be sent at once after a quiet time.
+    /// Maximum number of events at once after a quiet time.
     pub event_burst: u32,
-    /// Ask for a new client certificate before the old one expires.
+    /// True to renew the client certificate before it expires.
     pub rotate_certificates: bool,
-    /// From the command line alone: labels that the Node is made with.
+    /// From the command line only: labels of a created Node.
     pub labels: BTreeMap<String, String>,
-    /// From the command line alone: the node's addresses. None given: the one that the default route leaves
-    /// from.
+    /// From the command line only: the node's addresses. Empty: the source address of the default route.
     pub ips: Vec<IpAddr>,
-    /// From the command line alone: a cloud's controller sets the Node's addresses and takes away the taint
-    /// with which it is made.
+    /// From the command line only: true if a cloud's controller sets the Node's addresses and removes the
+    /// initial taint of the Node.
     pub external_cloud: bool,
 }
 
 /// A taint of a Node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Taint {
-    /// Its key.
+    /// The taint's key.
     pub key: String,
-    /// Its value; may be empty.
+    /// The taint's value; may be empty.
     pub value: String,
     /// `NoSchedule`, `PreferNoSchedule` or `NoExecute`.
     pub effect: String,
@@ -232,150 +229,148 @@ pub struct Taint {
 /// The part of the configuration that the kubelet does not have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Beelet {
-    /// Durable state and its lock.
+    /// Folder of durable state and its lock.
     pub state_dir: PathBuf,
-    /// Where the socket is.
+    /// Folder of the socket.
     pub run_dir: PathBuf,
     /// Volumes and hosts files of pods, one folder per pod.
     pub pods_dir: PathBuf,
-    /// The folder of image archives that are imported; None: none. Where nobody names one, it is beside the
-    /// static manifests.
+    /// Folder of image archives to import; None: no import. Default: a folder next to the static manifests.
     pub image_archives: Option<PathBuf>,
-    /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
+    /// Folder of the profiles of `seccompProfile: {type: Localhost}`.
     pub seccomp_profile_root: PathBuf,
-    /// Whether the kernel half is used.
+    /// Use of BPF programs.
     pub bpf: BpfMode,
-    /// Where a BPF file system is or is to be mounted.
+    /// Mount point of the BPF file system, which is mounted if missing.
     pub bpffs: PathBuf,
-    /// The folder of our pins below it.
+    /// Folder of the agent's pins in the BPF file system.
     pub pin_name: String,
-    /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0:
-    /// never.
+    /// Wait of a container per second at which BPF programs emit an event, by QoS class; 0: never.
     pub pressure_edges: PressureEdges,
-    /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one
-    /// that logs.
+    /// From the command line only, for development: a BPF object to load instead of the built-in one, e.g.
+    /// one that logs.
     pub bpf_log: Option<PathBuf>,
-    /// How tcpSocket probes are answered.
+    /// Implementation of tcpSocket probes.
     pub tcp_probes: TcpProbes,
-    /// What a listener's coming and going does to readiness.
+    /// Effect of added and removed listeners on readiness.
     pub edge_policy: EdgePolicy,
-    /// Time between two connections of a liveness probe that the kernel answers, by which the probe sees that
-    /// the application still accepts; zero: never.
+    /// Interval of real connections of a liveness probe that the kernel answers otherwise, to check that the
+    /// application still accepts; zero: never.
     pub liveness_canary: Duration,
-    /// The state of the accept queues that fails liveness and startup probes that the kernel answers.
+    /// State of the accept queues that fails liveness and startup probes that the kernel answers.
     pub liveness_stalled: QueueRule,
-    /// The kubelet's rule that every static pod is critical.
+    /// True for the kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
-    /// How shares become cpu.weight on cgroup v2.
+    /// Formula from shares to cpu.weight on cgroup v2.
     pub cpu_weight_formula: CpuWeightFormula,
-    /// Where device plugins and monitors look for a kubelet: `device-plugins`, `plugins_registry`,
-    /// `pod-resources`.
+    /// Folder in which device plugins and monitors expect the kubelet's `device-plugins`, `plugins_registry`
+    /// and `pod-resources`.
     pub kubelet_dir: PathBuf,
-    /// How long a pod waits for a device plugin that isn't there.
+    /// Time that a pod waits for a missing device plugin.
     pub device_plugin_wait: Duration,
-    /// Stop all pods when the agent is told to stop.
+    /// True to stop all pods when the agent stops.
     pub stop_pods_on_exit: bool,
-    /// How the pods are chosen that make room for a critical one.
+    /// Policy for the choice of pods to preempt for a critical one.
     pub preemption: preemption::Policy,
-    /// How many dead containers stay, and for how long at least.
+    /// Number and minimum age of retained dead containers.
     pub container_gc: ContainerGcPolicy,
-    /// The time between two readings of the containers' counters while somebody looks.
+    /// Interval of readings of the containers' counters while a subscriber is present.
     pub pressure_interval: Duration,
-    /// The counters of more containers than this are not read.
+    /// Maximum number of containers whose counters are read.
     pub max_measured_containers: usize,
-    /// Whether metrics of containers carry their pod's UID.
+    /// True to add the pod's UID to the metrics of containers.
     pub metrics_pod_uid: bool,
-    /// Whether `/pods` is served beside the numbers: all specs, to whoever can connect.
+    /// True to serve `/pods`, with all specs, on the port without authentication.
     pub unauthenticated_pods: bool,
     /// The closed loop that protects latency.
     pub tuner: Tuner,
-    /// What a node of a cluster does at a start without its API server.
+    /// Cache for a start without the API server.
     pub autonomy: Autonomy,
 }
 
-/// Where spans go.
+/// Export of spans.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tracing {
     /// Host and port, or `unix://` and a path, of a collector that speaks OTLP over gRPC, without encryption.
     pub endpoint: String,
-    /// How many of a million traces are sent; 0: none.
+    /// Number of exported traces per million; 0: none.
     pub per_million: u32,
 }
 
-/// What is kept of the API server's words for a start without it.
+/// Cache of the API server's objects for a start without it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Autonomy {
-    /// Whether anything is.
+    /// True to write and use the cache.
     pub enabled: bool,
-    /// How long the API server may be silent before pods start without it.
+    /// Time without an answer of the API server after which pods start from the cache.
     pub after: Duration,
-    /// The file of the key that seals Secrets and tokens; without one they are not kept.
+    /// File with the key that seals Secrets and tokens; without a key they are not cached.
     pub key_file: Option<PathBuf>,
 }
 
-/// A cgroup of daemons that are held to what is reserved for them.
+/// A cgroup of daemons with their reservation as its limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReservedCgroup {
-    /// Its path, from the cgroup root.
+    /// Path from the cgroup root.
     pub path: String,
-    /// Only CPU, which can be taken back, is enforced; memory and process ids are not.
+    /// True to enforce only CPU, which is compressible, and not memory and process ids.
     pub compressible_only: bool,
 }
 
-/// What of the tuner can be configured.
+/// Settings of the tuner.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tuner {
-    /// How far it goes.
+    /// Off, advise or enforce.
     pub mode: TunerMode,
-    /// Who decides which thread runs.
+    /// The CPU scheduler.
     pub scheduler: SchedulerKind,
-    /// The time between two looks.
+    /// Interval of the tuner's rounds.
     pub interval: Duration,
-    /// How long a setting that somebody else overwrote is left to them.
+    /// Time for which the tuner leaves a setting alone after another program has overwritten it.
     pub back_off: Duration,
-    /// Bounds, step sizes, patience.
+    /// Bounds, step sizes and delays.
     pub law: Law,
 }
 
-/// Where the configuration is if nobody says where.
+/// Default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/beelet/beelet.yaml";
 
-/// How tcpSocket probes are answered.
+/// Implementation of tcpSocket probes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TcpProbes {
-    /// From the kernel's listeners, where that is possible.
+    /// From the kernel's listeners, if possible.
     Kernel,
     /// By connecting, as the kubelet does.
     Connect,
 }
 
 impl Config {
-    /// The folder of the node's certificates and keys.
+    /// Returns the folder of the node's certificates and keys.
     #[must_use]
     pub fn cert_dir(&self) -> PathBuf {
         self.server.cert_dir.clone().unwrap_or_else(|| self.beelet.kubelet_dir.join("pki"))
     }
 
-    /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
+    /// Reads `path`. Missing documents and fields get their defaults.
     ///
     /// # Errors
-    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field of a
-    /// `BeeletConfiguration` or a bad value. An unknown field of a `KubeletConfiguration` is a warning, as to
-    /// the kubelet.
+    /// The file cannot be read, is not YAML or JSON, or has a document of another kind, an unknown field of a
+    /// `BeeletConfiguration` or a bad value. As in the kubelet, an unknown field of a `KubeletConfiguration`
+    /// is only a warning.
     pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::load(path)
     }
 
-    /// Reads a file, the drop-in files over it, and the command line's settings over them.
+    /// Reads a file, drop-in files that override it, and command-line settings that override both.
     ///
     /// # Errors
-    /// As for [`Config::load`], of any of them.
+    /// As for [`Config::load`], for each source.
     pub fn layered(sources: Sources) -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::layered(sources)
     }
 
-    /// The configuration of an empty file.
+    /// Returns the configuration of an empty file.
     ///
     /// # Errors
     /// This machine's hostname cannot name a node.
@@ -383,21 +378,21 @@ impl Config {
         load::parse(Path::new("the defaults"), "")
     }
 
-    /// Both documents as YAML, with every value that is in effect. Reading it gives the same configuration.
+    /// Returns both documents as YAML with all effective values. Reading them gives the same configuration.
     #[must_use]
     pub fn effective(&self) -> String {
         self.documents.print()
     }
 
-    /// The `KubeletConfiguration` alone, as a JSON object, as `/configz` shows it: every value that is in
-    /// effect, and the fields that have none as they were written, or with the kubelet's default.
+    /// Returns the `KubeletConfiguration` as the JSON object of `/configz`: all effective values, and the
+    /// fields without an effect as written or with the kubelet's default.
     #[must_use]
     pub fn effective_kubelet(&self) -> serde_json::Value {
         self.documents.kubelet(&self.unread)
     }
 
-    /// The amount that `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in
-    /// bytes) together.
+    /// Returns the sum of `systemReserved` and `kubeReserved` for `resource` (`cpu` in cores, `memory` in
+    /// bytes).
     #[must_use]
     pub fn reserved(&self, resource: &str) -> Quantity {
         [&self.system_reserved, &self.kube_reserved]
@@ -407,7 +402,7 @@ impl Config {
             .sum()
     }
 
-    /// Most pods at a time on a machine with so many CPUs.
+    /// Returns the maximum number of pods on a machine with `cpus` CPUs.
     #[must_use]
     pub fn pod_limit(&self, cpus: usize) -> u32 {
         let by_cpus = u64::from(self.pods_per_core) * cpus as u64;
@@ -417,7 +412,7 @@ impl Config {
         }
     }
 
-    /// The gRPC socket.
+    /// Returns the path of the gRPC socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.beelet.run_dir.join("beelet.sock")

@@ -1,4 +1,4 @@
-//! From a file to the two documents: which kind each is, which fields it has, where each stands.
+//! Reads files into the two documents: kinds, fields and their positions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,39 +17,39 @@ use super::{Config, ConfigError, FilePlace, Warning, fields, resolve, unsupporte
 use beelet_codec::data;
 use beelet_codec::document::{self, Document, Limits};
 
-/// Most faults that are listed of one configuration.
+/// Maximum number of listed faults.
 const MOST_ERRORS: usize = 100;
 
 pub(super) fn load(path: &Path) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     parse(path, &read(path)?)
 }
 
-/// Where settings come from, the later ones over the earlier ones.
+/// Sources of settings; later ones override earlier ones.
 #[derive(Debug, Clone, Default)]
 pub struct Sources {
     /// The file; None: the defaults.
     pub file: Option<PathBuf>,
-    /// A folder of files ending in `.conf`, which are merged over the file in the order of their names.
+    /// Folder whose `.conf` files are merged over the file in the order of their names.
     pub drop_ins: Option<PathBuf>,
-    /// Settings of the command line, in its order.
+    /// Command-line settings, in their order.
     pub flags: Vec<Setting>,
 }
 
-/// A setting that does not come from a file.
+/// A setting of the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// What it is called there, e.g. `--max-pods`.
+    /// Name of the flag, e.g. `--max-pods`.
     pub name: String,
     /// Fields of a `KubeletConfiguration`.
     pub kubelet: Map<String, Value>,
     /// Fields of a `BeeletConfiguration`.
     pub beelet: Map<String, Value>,
-    /// The field of the `KubeletConfiguration` of which nothing stays that files said: a map of the command
-    /// line takes the place of theirs.
+    /// Field of the `KubeletConfiguration` whose values from files are dropped first: a map of the command
+    /// line replaces theirs.
     pub replaces: Option<&'static str>,
 }
 
-/// The most drop-in files that are read.
+/// Maximum number of drop-in files.
 const DROP_INS: usize = 256;
 
 pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), ConfigFaults> {
@@ -71,14 +71,14 @@ pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), Config
     layers.resolve()
 }
 
-/// The files of a drop-in folder, as `mergeKubeletConfigurations` of the kubelet chooses them, but for
-/// folders within it.
+/// Returns the files of a drop-in folder, as the kubelet's `mergeKubeletConfigurations` chooses them, but
+/// without subfolders.
 fn drop_ins(folder: Option<&Path>) -> Result<Vec<PathBuf>, ConfigError> {
     let Some(folder) = folder else {
         return Ok(Vec::new());
     };
     let fail = |error: &dyn std::fmt::Display| {
-        error_at(folder, None, "", format!("the folder of drop-in configurations cannot be read: {error}"))
+        error_at(folder, None, "", format!("cannot read the folder of drop-in configurations: {error}"))
     };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(|error| fail(&error))? {
@@ -87,7 +87,7 @@ fn drop_ins(folder: Option<&Path>) -> Result<Vec<PathBuf>, ConfigError> {
             files.push(path);
         }
         if files.len() > DROP_INS {
-            return Err(fail(&format_args!("it has more than {DROP_INS} files")));
+            return Err(fail(&format_args!("more than {DROP_INS} files")));
         }
     }
     files.sort();
@@ -104,7 +104,7 @@ pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigFa
     layers.resolve()
 }
 
-/// Both documents, of all sources.
+/// Both documents, merged from all sources.
 #[derive(Default)]
 struct Layers {
     kubelet: Merged<KubeletWire>,
@@ -132,7 +132,7 @@ impl Layers {
             let mut fields = document.value.as_object().cloned().unwrap_or_default();
             make_absolute(&mut fields, path);
             for (field, place) in document.repeated() {
-                let message = "stands there more than once; the last value counts".to_owned();
+                let message = "duplicate field; the last value counts".to_owned();
                 let place = FilePlace::new(path, Some(place));
                 self.faults.warnings.push(Warning { place, field, message });
             }
@@ -141,7 +141,7 @@ impl Layers {
         if let Some(document) = beelet {
             let fields = document.value.as_object().cloned().unwrap_or_default();
             for (field, place) in document.repeated() {
-                let message = "stands there more than once; keep one";
+                let message = "duplicate field; keep one";
                 self.faults.errors.push(error_at(path, Some(place), &field, message));
             }
             self.beelet.add(path, Some(document), fields, &mut self.faults);
@@ -149,10 +149,10 @@ impl Layers {
         Ok(())
     }
 
-    /// Checks all settings. A setting with a fault is noted and taken out, so that it hides no other. A
-    /// second fault of a setting that was taken out is that it is missing now: the check ends there.
+    /// Checks all settings. Records each fault and removes its setting, so that it hides no other fault. The
+    /// check ends at a second fault of a removed setting, which is its absence.
     fn resolve(mut self) -> Result<(Config, Vec<Warning>), ConfigFaults> {
-        let mut noted = BTreeSet::new();
+        let mut recorded = BTreeSet::new();
         loop {
             let mut partly = Vec::new();
             let resolved = self.resolve_once(&mut partly);
@@ -160,7 +160,7 @@ impl Layers {
                 Ok(_) => false,
                 Err((_, problem)) if self.forgive(problem) => true,
                 Err((whose, problem)) => {
-                    noted.insert((*whose, problem.field.clone())) && self.note(*whose, problem)
+                    recorded.insert((*whose, problem.field.clone())) && self.record(*whose, problem)
                 }
             };
             if may_go_on && self.faults.errors.len() < MOST_ERRORS {
@@ -179,29 +179,30 @@ impl Layers {
         }
     }
 
-    /// Notes a fault, and takes the setting out that has it. Returns false if there is no such setting.
-    fn note(&mut self, whose: Whose, problem: &Problem) -> bool {
+    /// Records a fault and removes its setting. Returns false if the setting is missing.
+    fn record(&mut self, whose: Whose, problem: &Problem) -> bool {
         let Problem { field, message } = problem;
-        let (error, taken) = match whose {
-            Whose::Kubelet => (self.kubelet.error(field, message.clone()), self.kubelet.take_out(field)),
-            Whose::Beelet => (self.beelet.error(field, message.clone()), self.beelet.take_out(field)),
+        let (error, removed) = match whose {
+            Whose::Kubelet => (self.kubelet.error(field, message.clone()), self.kubelet.remove(field)),
+            Whose::Beelet => (self.beelet.error(field, message.clone()), self.beelet.remove(field)),
         };
         self.faults.errors.push(error);
-        taken
+        removed
     }
 
-    /// A field within a field that v1beta1 does not have is a warning to the kubelet, and left out.
+    /// Removes an unknown nested field of the kubelet's document with a warning, as the kubelet does. Returns
+    /// false for other faults.
     fn forgive(&mut self, problem: &Problem) -> bool {
         let is_unknown = problem.message.starts_with("unknown field ");
-        if !is_unknown || !self.kubelet.take_out_exactly(&problem.field) {
+        if !is_unknown || !self.kubelet.remove_exactly(&problem.field) {
             return false;
         }
         let ConfigError { place, field, .. } = self.kubelet.error(&problem.field, String::new());
-        self.faults.warnings.push(Warning { place, field, message: NO_SUCH_FIELD.to_owned() });
+        self.faults.warnings.push(Warning { place, field, message: UNKNOWN_FIELD.to_owned() });
         true
     }
 
-    /// Checks all settings, up to the first fault; `partly` gets what is honoured in part only.
+    /// Checks all settings up to the first fault. Adds settings with a partial effect to `partly`.
     fn resolve_once(&self, partly: &mut Vec<Problem>) -> Result<Config, (Whose, Problem)> {
         let (theirs, ours) = (|problem| (Whose::Kubelet, problem), |problem| (Whose::Beelet, problem));
         let mut kubelet_wire = self.kubelet.wire().map_err(theirs)?;
@@ -224,15 +225,15 @@ impl Layers {
     }
 }
 
-/// The document that a fault is in.
+/// The document of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Whose {
     Kubelet,
     Beelet,
 }
 
-/// Relative paths are below the folder of the file that names them (`KubeletConfigurationPathRefs` and
-/// `resolveRelativePaths` of the kubelet).
+/// Resolves relative paths against the folder of their file (the kubelet's `KubeletConfigurationPathRefs` and
+/// `resolveRelativePaths`).
 fn make_absolute(fields: &mut Map<String, Value>, file: &Path) {
     let Ok(file) = std::path::absolute(file) else {
         return;
@@ -250,13 +251,12 @@ fn make_absolute(fields: &mut Map<String, Value>, file: &Path) {
     x509.and_then(|value| value.get_mut("clientCAFile")).into_iter().for_each(absolute);
 }
 
-/// One kind of document, as all its sources together say it: maps are merged, everything else is replaced
-/// (RFC 7386).
+/// A document merged from all its sources: maps are merged, all other values replaced (RFC 7386).
 struct Merged<T> {
     value: Value,
-    /// The fields that have no effect.
+    /// Fields without an effect.
     unread: Value,
-    /// Which of the sources has the last word on a field.
+    /// Index of the source that set each field last.
     origins: BTreeMap<String, usize>,
     sources: Vec<(PathBuf, Option<Document>)>,
     wire: PhantomData<T>,
@@ -293,17 +293,17 @@ impl<T: DeserializeOwned + Default> Merged<T> {
         data::read(&self.value).map_err(|problem| Problem::new(problem.path, problem.message))
     }
 
-    /// Takes the setting at `field` out, or the nearest one around it. Returns false if there is none.
-    fn take_out(&mut self, field: &str) -> bool {
-        take_out(&mut self.value, field, false)
+    /// Removes the setting at `field`, or the nearest one around it. Returns false if it is missing.
+    fn remove(&mut self, field: &str) -> bool {
+        remove(&mut self.value, field, false)
     }
 
-    /// Takes the setting at `field` out. Returns false if there is none.
-    fn take_out_exactly(&mut self, field: &str) -> bool {
-        take_out(&mut self.value, field, true)
+    /// Removes the setting at `field`. Returns false if it is missing.
+    fn remove_exactly(&mut self, field: &str) -> bool {
+        remove(&mut self.value, field, true)
     }
 
-    /// An error of the source that has the last word on `field`.
+    /// Returns an error at the source that set `field` last.
     fn error(&self, field: &str, message: String) -> ConfigError {
         let name = field.split(['.', '[']).next().unwrap_or(field);
         let last = self.origins.get(name).and_then(|index| self.sources.get(*index));
@@ -314,9 +314,9 @@ impl<T: DeserializeOwned + Default> Merged<T> {
     }
 }
 
-/// Removes the node at `path`, or, unless `exactly`, the nearest one above it; a list goes as a whole. The
-/// longest key wins, since keys have dots in them (`evictionHard.memory.available`).
-fn take_out(value: &mut Value, path: &str, exactly: bool) -> bool {
+/// Removes the node at `path`, or, unless `exactly`, the nearest one above it; removes a list as a whole. The
+/// longest key wins, since keys contain dots (`evictionHard.memory.available`).
+fn remove(value: &mut Value, path: &str, exactly: bool) -> bool {
     let Some(map) = value.as_object_mut() else {
         return false;
     };
@@ -327,11 +327,11 @@ fn take_out(value: &mut Value, path: &str, exactly: bool) -> bool {
         return false;
     };
     let rest = path[key.len()..].trim_start_matches('.');
-    let inner = !rest.is_empty() && map.get_mut(&key).is_some_and(|inner| take_out(inner, rest, exactly));
+    let inner = !rest.is_empty() && map.get_mut(&key).is_some_and(|inner| remove(inner, rest, exactly));
     inner || (rest.is_empty() || !exactly) && map.remove(&key).is_some()
 }
 
-/// A merge patch. What is merged is no deeper than a document may be.
+/// Applies a merge patch. The depth is bounded by that of a document.
 fn merge(into: &mut Value, fields: Map<String, Value>) {
     let mut pending = vec![(into, fields)];
     while let Some((into, fields)) = pending.pop() {
@@ -362,13 +362,13 @@ fn merge(into: &mut Value, fields: Map<String, Value>) {
 pub(super) fn read(path: &Path) -> Result<String, ConfigError> {
     let fail = |message: String| error_at(path, None, "", message);
     let file = File::open(path).map_err(|error| {
-        fail(format!("the configuration cannot be opened: {error}. Name an existing file with --config"))
+        fail(format!("cannot open the configuration: {error}; name an existing file with --config"))
     })?;
     let mut bytes = Vec::new();
     let limit = Limits::MANIFEST.bytes as u64;
     file.take(limit + 1)
         .read_to_end(&mut bytes)
-        .map_err(|error| fail(format!("the configuration cannot be read: {error}")))?;
+        .map_err(|error| fail(format!("cannot read the configuration: {error}")))?;
     if bytes.len() as u64 > limit {
         return Err(fail(format!("the configuration has more than {limit} bytes; is this the right file?")));
     }
@@ -399,12 +399,12 @@ fn kind_of(path: &Path, document: &Document) -> Result<Kind, ConfigError> {
 /// The fields of a document.
 type Fields = Map<String, Value>;
 
-/// Said of a field that a document does not have.
-const NO_SUCH_FIELD: &str = "there is no such field";
+/// Message for an unknown field.
+const UNKNOWN_FIELD: &str = "unknown field";
 
-/// The fields that have an effect, and those that have none. Faults get those that have none, and the fields
-/// that there are not: a warning in a `KubeletConfiguration`, whose strict decoding falls back to a lenient
-/// one in the kubelet; an error in a `BeeletConfiguration`.
+/// Returns the fields with an effect, and those without. Adds the latter and unknown fields to `faults`: as
+/// warnings for a `KubeletConfiguration`, whose strict decoding falls back to a lenient one in the kubelet,
+/// and as errors for a `BeeletConfiguration`.
 fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,
@@ -434,7 +434,7 @@ fn known<T: DeserializeOwned>(
                 Some(field) => format!("; did you mean {field}?"),
                 None => String::new(),
             };
-            let error = error_at(path, position, &name, format!("{NO_SUCH_FIELD}{hint}"));
+            let error = error_at(path, position, &name, format!("{UNKNOWN_FIELD}{hint}"));
             if is_kubelet {
                 let ConfigError { place, field, message } = error;
                 faults.warnings.push(Warning { place, field, message });

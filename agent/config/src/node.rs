@@ -1,4 +1,4 @@
-//! What of a KubeletConfiguration makes this machine a node of a cluster: defaults and checks.
+//! Defaults and checks of a KubeletConfiguration's settings for a cluster's node.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,15 +8,14 @@ use super::kubelet::{KubeletWire, TaintWire};
 use super::words::{duration, nonzero, number, text};
 use super::{NodeConfig, Taint};
 
-/// What a taint may do to pods that don't tolerate it.
+/// Effects of a taint on pods that don't tolerate it.
 const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
 
 pub(super) fn resolve(wire: &mut KubeletWire) -> Result<NodeConfig, Problem> {
-    // A zero is no value to the kubelet, and kubeadm writes every duration it does not know as `0s`.
+    // The kubelet treats zero as unset, and kubeadm writes every unset duration as `0s`.
     let is_set = wire.node_status_update_frequency.is_some_and(|every| !every.0.is_zero());
     let looked_at = duration(&mut wire.node_status_update_frequency, Duration::from_secs(10));
-    // A file that says only how often to look means that each look is reported
-    // (`SetDefaults_KubeletConfiguration`).
+    // If only the update frequency is set, each update is reported (`SetDefaults_KubeletConfiguration`).
     let reported = if is_set { looked_at } else { Duration::from_secs(300) };
     let lease = nonzero(&mut wire.node_lease_duration_seconds);
     let lease = number("nodeLeaseDurationSeconds", lease, 40, 1, 86_400)?;

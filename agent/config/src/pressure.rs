@@ -1,4 +1,4 @@
-//! The fields that keep the node alive: image and container garbage collection, eviction.
+//! Settings of image and container garbage collection and of eviction.
 //!
 //! Defaults and checks: `pkg/kubelet/apis/config/{v1beta1/defaults.go,validation}` and
 //! `pkg/kubelet/eviction/{defaults_linux,helpers}.go`.
@@ -18,7 +18,7 @@ use super::kubelet::KubeletWire;
 use super::values::Amounts;
 use super::words::{duration, duration_or_zero, number};
 
-/// What counts as low where the configuration says nothing.
+/// Default hard eviction thresholds.
 const DEFAULT_HARD: [(&str, &str); 5] = [
     ("memory.available", "100Mi"),
     ("nodefs.available", "10%"),
@@ -27,44 +27,44 @@ const DEFAULT_HARD: [(&str, &str); 5] = [
     ("imagefs.inodesFree", "5%"),
 ];
 
-/// When images go.
+/// Settings of image garbage collection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageGc {
-    /// At how many percent of use of the images' filesystem collecting starts. 100: never for space.
+    /// Use of the images' filesystem, in percent, at which collection starts. 100: never for space.
     pub high_percent: i64,
-    /// Down to how many percent it frees.
+    /// Use of the images' filesystem, in percent, at which collection ends.
     pub low_percent: i64,
-    /// An image younger than this stays.
+    /// Minimum age of a removed image.
     pub min_age: Duration,
-    /// An image unused for longer than this goes, however much space there is; zero: never for age alone.
+    /// Unused time after which an image is removed regardless of space; zero: never for age alone.
     pub max_age: Duration,
-    /// The same as `policy` takes it.
+    /// The settings in the form of the crate `policy`.
     pub policy: ImageGcPolicy,
 }
 
 impl ImageGc {
-    /// Returns true if there is anything to do by itself; eviction may ask for a collection all the same.
+    /// Returns true if automatic collection is on; eviction may request a collection in any case.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.high_percent < 100 || !self.max_age.is_zero()
     }
 }
 
-/// When the node is short of something.
+/// Settings of eviction.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Eviction {
-    /// All thresholds as `policy` takes them: hard ones first, those for the containers' file system and for
-    /// allocatable memory not derived yet.
+    /// All thresholds in the form of the crate `policy`, hard ones first, without the derived ones for the
+    /// containers' file system and for allocatable memory.
     pub thresholds: Vec<Threshold>,
-    /// How long a condition is reported after it was last seen.
+    /// Time for which a condition is reported after its last observation.
     pub pressure_transition: Duration,
-    /// Most time that a pod gets to end by itself under a soft threshold; None: its own grace period.
+    /// Maximum grace period of a pod at a soft threshold; None: the pod's own grace period.
     pub max_pod_grace: Option<Duration>,
 }
 
-/// Thresholds by signal, as they are written.
+/// Unparsed thresholds by signal.
 struct EvictionTexts {
-    /// `evictionHard`, with the defaults where they count.
+    /// `evictionHard`, with defaults if they apply.
     hard: BTreeMap<String, String>,
     /// `evictionSoft`.
     soft: BTreeMap<String, String>,
@@ -136,7 +136,7 @@ pub(super) fn eviction(wire: &mut KubeletWire) -> Result<Eviction, Problem> {
     })
 }
 
-/// Thresholds as they are written, and the defaults where nothing is written.
+/// Returns the unparsed thresholds with their defaults.
 fn texts(wire: &mut KubeletWire) -> EvictionTexts {
     let merge = wire.merge_default_eviction_settings.replace(false) == Some(true);
     let defaults = || DEFAULT_HARD.map(|(name, value)| (name.to_owned(), value.to_owned())).into_iter();
@@ -157,8 +157,8 @@ fn texts(wire: &mut KubeletWire) -> EvictionTexts {
 
 fn signal(field: &str, name: &str) -> Result<Signal, Problem> {
     data::read(&serde_json::Value::String(name.to_owned())).map_err(|_| {
-        let message = "is no signal: memory.available, nodefs.available, nodefs.inodesFree, imagefs.available, \
-                       imagefs.inodesFree and pid.available are";
+        let message = "unknown signal; use memory.available, nodefs.available, nodefs.inodesFree, imagefs.available, \
+                       imagefs.inodesFree or pid.available";
         Problem::new(format!("{field}.{name}"), message)
     })
 }
@@ -180,12 +180,12 @@ fn soft_grace(texts: &EvictionTexts, name: &str) -> Result<Duration, Problem> {
     let Some(text) = texts.soft_grace.get(name) else {
         return Err(Problem::new(
             format!("evictionSoft.{name}"),
-            "has no grace period: say under evictionSoftGracePeriod how long it must last (\"1m30s\", for example)",
+            "has no grace period; set one in evictionSoftGracePeriod, e.g. \"1m30s\"",
         ));
     };
     match beelet_units::duration::parse(text) {
         Ok(grace) if !grace.is_zero() => Ok(grace),
-        Ok(_) => Err(Problem::new(field, "must be above zero; what acts at once belongs under evictionHard")),
+        Ok(_) => Err(Problem::new(field, "must be above zero; use evictionHard for immediate eviction")),
         Err(error) => Err(Problem::new(field, error.to_string())),
     }
 }

@@ -1,11 +1,11 @@
-//! `pressureEdges`: from what on the kernel half tells of a container that waits.
+//! `pressureEdges`: thresholds at which BPF programs emit an event for a waiting container.
 
 use serde::{Deserialize, Serialize};
 
 use super::values::GoDuration;
 use beelet_units::bpf_settings::{ByQos, PressureEdges};
 
-/// How long a container may wait within a second before the kernel half tells of it.
+/// Wait of a container per second at which BPF programs emit an event.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct PressureEdgesWire {
@@ -13,7 +13,7 @@ pub(super) struct PressureEdgesWire {
     reclaim: Option<ByQosWire>,
 }
 
-/// One duration a QoS class; 0s: never.
+/// Duration by QoS class; 0s: never.
 #[derive(Debug, Default, Clone, Copy, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 struct ByQosWire {
@@ -22,7 +22,7 @@ struct ByQosWire {
     best_effort: Option<GoDuration>,
 }
 
-/// Thresholds as they are written, and the defaults for the rest. Zero is a value here: no events then.
+/// Returns the written thresholds, and the defaults for the rest. Zero is a value: no events.
 pub(super) fn resolve(wire: &mut Option<PressureEdgesWire>) -> PressureEdges {
     let (wire, default) = (wire.get_or_insert_default(), PressureEdges::default());
     PressureEdges {

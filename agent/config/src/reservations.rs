@@ -1,5 +1,4 @@
-//! The part of the node that pods do not get: amounts kept for daemons, and the cgroups that hold these to
-//! them.
+//! Resources that pods don't get: reservations for daemons, and the cgroups that limit the daemons to them.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +9,7 @@ use super::kubelet::KubeletWire;
 use super::values::Amounts;
 use super::{Config, ReservedCgroup};
 
-/// Names that enforceNodeAllocatable may have.
+/// Valid items of enforceNodeAllocatable.
 const ENFORCEABLE: [&str; 5] = [
     "pods",
     "system-reserved",
@@ -18,9 +17,9 @@ const ENFORCEABLE: [&str; 5] = [
     "system-reserved-compressible",
     "kube-reserved-compressible",
 ];
-/// The warning where nothing is to be enforced.
+/// Warning for disabled enforcement.
 const ALWAYS_ENFORCED: &str =
-    "\"none\" has no effect: the cgroup of all pods always has what the node does not reserve as its limit";
+    "\"none\" has no effect: the node's unreserved resources always limit the cgroup of all pods";
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
 fn quantity(field: String, text: &str) -> Result<Quantity, Problem> {
@@ -43,14 +42,14 @@ fn reserved(field: &str, wire: &Option<Amounts>) -> Result<BTreeMap<String, Quan
     Ok(amounts)
 }
 
-/// `systemReserved` and `kubeReserved`. `reservedSystemCPUs` names all reserved CPUs, by their numbers.
+/// Returns `systemReserved` and `kubeReserved`. `reservedSystemCPUs`, if set, replaces both `cpu` amounts.
 pub(super) fn amounts(wire: &mut KubeletWire) -> Result<[BTreeMap<String, Quantity>; 2], Problem> {
     let mut system = reserved("systemReserved", &wire.system_reserved)?;
     let mut kube = reserved("kubeReserved", &wire.kube_reserved)?;
     wire.reserved_system_cpus.take_if(|list| list.is_empty());
     if let Some(list) = wire.reserved_system_cpus.as_deref() {
         let cpus = cpu_list::parse(list).ok_or_else(|| {
-            Problem::new("reservedSystemCPUs", format!("{list:?} is no list of CPUs, such as 0-3,8"))
+            Problem::new("reservedSystemCPUs", format!("{list:?} is not a list of CPUs, e.g. 0-3,8"))
         })?;
         let count = i64::try_from(cpus.len()).unwrap_or(i64::MAX);
         system.insert("cpu".to_owned(), Quantity::from_units(count));
@@ -62,10 +61,10 @@ pub(super) fn amounts(wire: &mut KubeletWire) -> Result<[BTreeMap<String, Quanti
     Ok([system, kube])
 }
 
-/// Pods always live in cgroups by QoS class, and together have what is not reserved.
+/// Checks the settings of enforcement. Cgroups by QoS class and the limit of all pods can't be turned off.
 pub(super) fn check_enforcement(wire: &mut KubeletWire, partly: &mut Vec<Problem>) -> Result<(), Problem> {
     if wire.cgroups_per_qos.replace(true) == Some(false) {
-        let message = "false has no effect: pods always live in cgroups by QoS class";
+        let message = "false has no effect: pods always run in cgroups by QoS class";
         partly.push(Problem::new("cgroupsPerQOS", message));
     }
     let enforced = wire.enforce_node_allocatable.as_deref().unwrap_or_default();
@@ -79,7 +78,7 @@ pub(super) fn check_enforcement(wire: &mut KubeletWire, partly: &mut Vec<Problem
                 partly.push(Problem::new(format!("enforceNodeAllocatable[{index}]"), ALWAYS_ENFORCED));
                 continue;
             }
-            other => format!("{other:?} can't be enforced; {} can", ENFORCEABLE.join(", ")),
+            other => format!("{other:?} is not one of {}", ENFORCEABLE.join(", ")),
         };
         return Err(Problem::new(format!("enforceNodeAllocatable[{index}]"), message));
     }
@@ -94,9 +93,9 @@ pub(super) fn check_enforcement(wire: &mut KubeletWire, partly: &mut Vec<Problem
     Ok(())
 }
 
-/// The cgroup of the `system` or `kube` daemons that is held to the amount reserved for them, if that is
-/// enforced. The kubelet takes a name with or without slashes around it (`ParseCgroupfsToCgroupName`), and
-/// ignores a name that no setting uses.
+/// Returns the cgroup of the `system` or `kube` daemons, if their reservation is enforced. Like the kubelet,
+/// accepts a name with or without surrounding slashes (`ParseCgroupfsToCgroupName`) and ignores an unused
+/// name.
 pub(super) fn cgroup(
     wire: &mut KubeletWire,
     daemons: &str,
@@ -130,7 +129,7 @@ pub(super) fn cgroup(
     Ok(Some(ReservedCgroup { path, compressible_only: item.ends_with("-compressible") }))
 }
 
-/// The names of all that is held to its amounts.
+/// Returns the effective items of enforceNodeAllocatable.
 pub(super) fn enforced(config: &Config) -> Vec<String> {
     let daemons = [
         ("system-reserved", &config.system_reserved_cgroup),
@@ -143,7 +142,7 @@ pub(super) fn enforced(config: &Config) -> Vec<String> {
     std::iter::once("pods".to_owned()).chain(named).collect()
 }
 
-/// The path with one slash before each part; None for the root, and for a path that leads upwards.
+/// Returns the normalized path; None for the root, and for a path with `.` or `..`.
 fn cgroup_path(path: &str) -> Option<String> {
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
     let is_below = !parts.is_empty() && parts.iter().all(|part| !matches!(*part, "." | ".."));

@@ -1,6 +1,7 @@
-//! From what is written to what is meant: defaults and checks.
+//! Resolves both documents: defaults and checks.
 //!
-//! Defaults and the rule that an empty value is no value: pkg/kubelet/apis/config/v1beta1/defaults.go.
+//! Source of the defaults and of the rule that an empty value is unset:
+//! pkg/kubelet/apis/config/v1beta1/defaults.go.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -44,13 +45,13 @@ const SWAP_BEHAVIORS: [(&str, SwapBehavior); 2] =
 const TOPOLOGY_SCOPES: [(&str, TopologyScope); 2] =
     [("container", TopologyScope::Container), ("pod", TopologyScope::Pod)];
 
-/// The largest number that 32 bits hold.
+/// Maximum value of 32 bits.
 const MOST: i64 = u32::MAX as i64;
 const FLEX_VOLUME_DRIVERS: &str = "/usr/libexec/kubernetes/kubelet-plugins/volume/exec";
 const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
 
-/// The values that the documents mean; the documents get them, too. `partly` gets the settings of which
-/// beelet honours a part only: a kubelet starts with them, so they keep no node from starting.
+/// Returns the effective values, and writes them back into the documents. Adds settings with a partial effect
+/// to `partly`: a kubelet starts with them, so beelet does, too.
 pub(super) fn kubelet(
     wire: &mut KubeletWire,
     node_name: String,
@@ -149,7 +150,7 @@ pub(super) fn kubelet(
     Ok(config)
 }
 
-/// The values that our own document means; the document gets them, too.
+/// Returns the effective values of beelet's own document, and writes them back into it.
 pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
     let folder =
         |field: &str, value: &mut Option<String>, default: &str| path_or(field, value, Path::new(default));
@@ -171,7 +172,7 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         bpf_log: None,
         tcp_probes: *wire.tcp_probes.get_or_insert(TcpProbes::Kernel),
         edge_policy: *wire.edge_policy.get_or_insert_default(),
-        // Zero is a value here: never.
+        // Zero is a value: never.
         liveness_canary: duration_or_zero(&mut wire.liveness_canary),
         liveness_stalled: *wire.liveness_stalled.get_or_insert(QueueRule::Room),
         critical_static_pods: *wire.critical_static_pods.get_or_insert(false),
@@ -196,11 +197,12 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
     })
 }
 
-/// Defaults and bounds: component-base/tracing/api/v1.
+/// Resolves `tracing`. Source of defaults and bounds: component-base/tracing/api/v1.
 fn tracing(wire: &mut TracingWire) -> Result<Tracing, Problem> {
     let given = wire.endpoint.clone().filter(|text| !text.is_empty());
     let given = given.unwrap_or_else(|| "localhost:4317".to_owned());
-    // gRPC's names (https://github.com/grpc/grpc/blob/master/doc/naming.md), of those that the kubelet takes.
+    // The gRPC name schemes (https://github.com/grpc/grpc/blob/master/doc/naming.md) that the kubelet
+    // accepts.
     let endpoint = given.strip_prefix("dns:///").or(given.strip_prefix("dns:")).unwrap_or(&given);
     let is_socket = endpoint.strip_prefix("unix://").is_some_and(|path| path.starts_with('/'));
     let is_address = endpoint.rsplit_once(':').is_some_and(|(host, port)| {
@@ -226,8 +228,8 @@ fn autonomy(wire: &mut AutonomyWire) -> Result<Autonomy, Problem> {
     Ok(Autonomy { enabled: *wire.enabled.get_or_insert(true), after, key_file })
 }
 
-/// Below a tenth of a second reading would cost more than it tells; above ten, windows of ten seconds would
-/// be empty.
+/// Resolves `pressureInterval`: readings below a tenth of a second cost more than they are worth, and above
+/// ten seconds, windows of ten seconds would be empty.
 fn pressure_interval(value: &mut Option<GoDuration>) -> Result<Duration, Problem> {
     let interval = duration(value, Duration::from_secs(1));
     if (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&interval) {
@@ -236,7 +238,7 @@ fn pressure_interval(value: &mut Option<GoDuration>) -> Result<Duration, Problem
     Err(Problem::new("pressureInterval", format!("{interval:?} is out of range: 100ms to 10s")))
 }
 
-/// The node's name: configured, or the hostname in lower case as the kubelet takes it.
+/// Returns the node's name: the configured one, or the hostname in lower case, as in the kubelet.
 pub(super) fn node_name(wire: &mut BeeletWire) -> Result<String, Problem> {
     let name = match wire.node_name.as_deref().filter(|name| !name.is_empty()) {
         Some(name) => name.to_owned(),
@@ -262,9 +264,8 @@ fn endpoint(field: &str, value: &mut Option<String>, default: &str) -> Result<St
     let given = value.as_deref().filter(|value| !value.is_empty()).unwrap_or(default);
     let path = given.strip_prefix("unix://").unwrap_or(given);
     if !path.starts_with('/') {
-        let message = format!(
-            "{given:?} is not a unix socket: write unix:///run/containerd/containerd.sock, for example"
-        );
+        let message =
+            format!("{given:?} is not a unix socket; use e.g. unix:///run/containerd/containerd.sock");
         return Err(Problem::new(field, message));
     }
     Ok(value.insert(format!("unix://{path}")).clone())
@@ -285,8 +286,8 @@ fn healthz_address(value: &mut Option<String>, partly: &mut Vec<Problem>) -> Res
         partly.push(Problem::new(
             field,
             format!(
-                "{loopback} is used instead of {given}: the port has no authentication, so beelet serves it on \
-                 loopback addresses only; put an authenticating proxy before it to reach it from elsewhere"
+                "{loopback} is used instead of {given}: beelet serves this port, which has no authentication, on loopback \
+                 addresses only; use an authenticating proxy for access from elsewhere"
             ),
         ));
     }
@@ -294,7 +295,7 @@ fn healthz_address(value: &mut Option<String>, partly: &mut Vec<Problem>) -> Res
     Ok(address)
 }
 
-/// The verification of a pod's right to use an image (KEP-2535).
+/// Resolves the verification of a pod's right to use an image (KEP-2535).
 fn image_verification(wire: &mut KubeletWire) -> Result<Verification, Problem> {
     let field = "imagePullCredentialsVerificationPolicy";
     let policy = word(field, &mut wire.image_pull_credentials_verification_policy, VERIFICATION_POLICIES)?;
@@ -313,7 +314,7 @@ fn image_verification(wire: &mut KubeletWire) -> Result<Verification, Problem> {
     Ok(Verification { policy, allowlist })
 }
 
-/// The kubelet's rule: a multiple of 65,536, of which there may be many, but not all.
+/// Resolves `userNamespaces.idsPerPod` by the kubelet's rule: a multiple of 65,536 within 32 bits.
 fn user_ids_per_pod(wire: &mut UserNamespacesWire) -> Result<u32, Problem> {
     let field = "userNamespaces.idsPerPod";
     let unit = i64::from(user_namespaces::UNIT);
@@ -328,7 +329,7 @@ fn cgroup_root(value: &mut Option<String>) -> Result<String, Problem> {
     let given = value.as_deref().unwrap_or_default();
     let path: PathBuf = Path::new("/").join(given).components().collect();
     if Path::new(given).components().any(|part| part == Component::ParentDir) {
-        return Err(Problem::new("cgroupRoot", format!("{given:?} may not have '..'")));
+        return Err(Problem::new("cgroupRoot", format!("{given:?} may not contain '..'")));
     }
     Ok(value.insert(path.to_string_lossy().into_owned()).clone())
 }
@@ -354,7 +355,7 @@ fn cfs_period(value: &mut Option<GoDuration>) -> Result<Duration, Problem> {
     Err(Problem::new("cpuCFSQuotaPeriod", message))
 }
 
-/// Memory QoS is on where one of its two fields is there: there are no feature gates here.
+/// Resolves memory QoS, which is on if one of its two fields is set: beelet has no feature gates.
 fn memory_qos(wire: &mut KubeletWire) -> Result<Option<MemoryQos>, Problem> {
     let factor = wire.memory_throttling_factor;
     if let Some(factor) = factor.filter(|factor| !(*factor > 0.0 && *factor <= 1.0)) {
@@ -380,19 +381,19 @@ fn memory_qos(wire: &mut KubeletWire) -> Result<Option<MemoryQos>, Problem> {
     Ok(Some(MemoryQos { throttling_factor: factor, reservation }))
 }
 
-/// The number of images that are pulled at a time; None: no limit. The kubelet's default is one; ours is
-/// five.
+/// Returns the maximum number of concurrent image pulls; None: no limit. The default is five; the kubelet's
+/// is one.
 fn parallel_pulls(wire: &mut KubeletWire) -> Result<Option<usize>, Problem> {
     let field = "maxParallelImagePulls";
     let most = &mut wire.max_parallel_image_pulls;
     let most: Option<usize> = if most.is_some() { Some(number(field, most, 0, 0, MOST)?) } else { None };
     let pulls = match (wire.serialize_image_pulls, most) {
         (Some(true), Some(2..)) => {
-            let message = "is more than 1, but serializeImagePulls is true: take one of them out";
+            let message = "is more than 1, but serializeImagePulls is true; remove one of them";
             return Err(Problem::new(field, message));
         }
         (Some(true), _) => Some(1),
-        // As to the kubelet, nothing says no limit where pulls aren't to be one by one.
+        // As in the kubelet, `serializeImagePulls: false` without a maximum means no limit.
         (Some(false), None) | (_, Some(0)) => None,
         (_, Some(most)) => Some(most),
         (None, None) => Some(5),
@@ -429,7 +430,7 @@ fn unsafe_sysctls(list: &[String]) -> Result<Vec<String>, Problem> {
         let name = pattern.strip_suffix('*').unwrap_or(pattern);
         let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_./".contains(c);
         if name.is_empty() || !name.chars().all(allowed) {
-            let message = format!("{pattern:?} is not a sysctl's name, nor its beginning and a '*'");
+            let message = format!("{pattern:?} is not a sysctl's name or a prefix with a final '*'");
             return Err(Problem::new(format!("allowedUnsafeSysctls[{index}]"), message));
         }
     }
@@ -445,7 +446,7 @@ fn qos_reserved(wire: &mut Amounts) -> Result<BTreeMap<String, u8>, Problem> {
         }
         let whole = value.strip_suffix('%').and_then(|digits| digits.trim().parse::<u8>().ok());
         let percent = whole.filter(|percent| *percent <= 100).ok_or_else(|| {
-            Problem::new(field, format!("{value:?} is not a whole percentage: write \"50%\", for example"))
+            Problem::new(field, format!("{value:?} is not a whole percentage; use e.g. \"50%\""))
         })?;
         *value = format!("{percent}%");
         reserved.insert(name.clone(), percent);
@@ -453,7 +454,7 @@ fn qos_reserved(wire: &mut Amounts) -> Result<BTreeMap<String, u8>, Problem> {
     Ok(reserved)
 }
 
-/// The addresses of the list. As to the kubelet, an entry that is no address is left out with a warning.
+/// Parses the list. As in the kubelet, an entry that is not an address is dropped with a warning.
 fn cluster_dns(list: &mut Vec<String>, partly: &mut Vec<Problem>) -> Vec<IpAddr> {
     let mut addresses = Vec::new();
     for (index, text) in list.iter().enumerate() {
@@ -461,7 +462,7 @@ fn cluster_dns(list: &mut Vec<String>, partly: &mut Vec<Problem>) -> Vec<IpAddr>
             Ok(address) => addresses.push(address),
             Err(_) => partly.push(Problem::new(
                 format!("clusterDNS[{index}]"),
-                format!("{text:?} is left out: not an IP address"),
+                format!("{text:?} is ignored: not an IP address"),
             )),
         }
     }

@@ -1,8 +1,7 @@
-//! The HTTPS server that the API server and monitors talk to: where it listens, which clients may ask, and
-//! what it offers.
+//! Settings of the HTTPS server for the API server and monitors: address, access and endpoints.
 //!
-//! Defaults: pkg/kubelet/apis/config/v1beta1/defaults.go. Ours differ in one: without an API server there is
-//! no server unless `port` says so, because nobody could be asked who may use it.
+//! Source of the defaults: pkg/kubelet/apis/config/v1beta1/defaults.go. They differ in one point: without an
+//! API server, which authorizes clients, the server is off unless `port` is set.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -12,80 +11,80 @@ use super::error::Problem;
 use super::kubelet::{AuthenticationWire, AuthorizationWire, KubeletWire, WebhookAuthenticationWire};
 use super::words::{duration, number, path, word};
 
-/// The server of a node.
+/// Settings of the node's server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Server {
-    /// Whether there is one at all.
+    /// True if the server is on.
     pub enabled: bool,
-    /// Where it listens.
+    /// Listening address.
     pub address: IpAddr,
-    /// Its port; 0: not served. None: 10250 on a node of a cluster, not served on one without an API server.
+    /// Port; 0: off. None: 10250 on a cluster's node, off without an API server.
     pub port: Option<u16>,
-    /// The port of what needs no authentication; 0: not served.
+    /// Port of the endpoints without authentication; 0: off.
     pub read_only_port: u16,
-    /// Where its certificate and key come from; None: they are self-signed.
+    /// Certificate and key; None: self-signed.
     pub tls_files: Option<TlsFiles>,
-    /// Its certificate is asked for from the API server's signer, where it does not come from files.
+    /// True to request the certificate from the API server's signer if `tls_files` is None.
     pub tls_bootstrap: bool,
-    /// The folder of its own keys; None: `pki` in the kubelet's folder.
+    /// Folder of generated keys; None: `pki` in the kubelet's folder.
     pub cert_dir: Option<PathBuf>,
-    /// The oldest TLS that it speaks.
+    /// Minimum TLS version.
     pub min_version: TlsVersion,
-    /// Suites for TLS 1.2, by Go's names; empty: all that are safe.
+    /// Suites of TLS 1.2, by Go's names; empty: all safe ones.
     pub cipher_suites: Vec<String>,
-    /// The authority that signs clients' certificates; None: no certificate says anything.
+    /// Authority of client certificates; None: client certificates are ignored.
     pub client_ca_file: Option<PathBuf>,
-    /// Whether a client without credentials is the user `system:anonymous`.
+    /// True if a client without credentials is the user `system:anonymous`.
     pub anonymous: bool,
-    /// How long the API server's word on a bearer token counts; None: it isn't asked.
+    /// Cache time of the API server's answer on a bearer token; None: tokens are not accepted.
     pub token_ttl: Option<Duration>,
-    /// How requests are authorized.
+    /// Authorization of requests.
     pub authorization: Authorization,
-    /// Whether containers can be reached: their logs, commands in them, ports.
+    /// True to serve containers' logs, commands and ports.
     pub debugging_handlers: bool,
-    /// Whether the machine's own logs are served.
+    /// True to serve the machine's own logs.
     pub system_logs: bool,
-    /// Whether the machine's logs can be asked for by service.
+    /// True to serve the machine's logs by service.
     pub log_query: bool,
-    /// Whether the log's level can be set.
+    /// True to allow changes of the log level.
     pub debug_flags: bool,
-    /// How long a stream may be silent.
+    /// Maximum silence of a stream.
     pub stream_idle_timeout: Duration,
 }
 
 /// A certificate with its key, in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The server's certificate, and those that lead from it to an authority.
+    /// The server's certificate and its chain.
     pub certificate: PathBuf,
-    /// Its key.
+    /// The certificate's key.
     pub key: PathBuf,
 }
 
-/// How requests are authorized.
+/// Authorization of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authorization {
-    /// Everybody who is somebody may do everything.
+    /// Any authenticated client may send any request.
     AlwaysAllow,
-    /// The API server is asked.
+    /// The API server decides.
     Webhook {
-        /// How long its yes counts.
+        /// Cache time of a permission.
         allowed: Duration,
-        /// How long its no counts.
+        /// Cache time of a refusal.
         refused: Duration,
     },
 }
 
-/// The oldest TLS that is spoken.
+/// Minimum TLS version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsVersion {
-    /// 1.2, and what is newer.
+    /// TLS 1.2 and newer.
     Tls12,
-    /// 1.3 alone.
+    /// TLS 1.3 only.
     Tls13,
 }
 
-/// The suites of TLS 1.2 that can be chosen, by Go's names. Those of TLS 1.3 can't be, in Go neither.
+/// Configurable suites of TLS 1.2, by Go's names. As in Go, the suites of TLS 1.3 are not configurable.
 pub const CIPHER_SUITES: [&str; 6] = [
     "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
     "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384",
@@ -94,15 +93,15 @@ pub const CIPHER_SUITES: [&str; 6] = [
     "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384",
     "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
 ];
-/// Suites of TLS 1.3, which are always on; Go takes their names and leaves it at that.
+/// Suites of TLS 1.3, which are always on; Go accepts and ignores their names.
 const TLS13_SUITES: [&str; 3] =
     ["TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"];
-/// Names of two suites before they were whole.
+/// Two suites' legacy names and their full names.
 const OLD_NAMES: [(&str, &str); 2] = [
     ("TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305", "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256"),
     ("TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305", "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"),
 ];
-/// Older versions than 1.2 are nobody's wish any more: 1.2 is the oldest that is spoken.
+/// Minimum versions by name. Versions before 1.2 are obsolete and mean 1.2.
 const VERSIONS: [(&str, TlsVersion); 4] = [
     ("VersionTLS12", TlsVersion::Tls12),
     ("VersionTLS13", TlsVersion::Tls13),
@@ -166,16 +165,16 @@ fn tls_files(wire: &mut KubeletWire) -> Result<Option<TlsFiles>, Problem> {
     }
 }
 
-/// The suites of `names` that are offered. A kubelet takes every suite that Go knows, and warns of the
-/// insecure ones, which guides for hardened nodes list as well: a file that asks for more is honoured in
-/// part.
+/// Returns the supported suites of `names`. A kubelet accepts every suite that Go knows and warns of the
+/// insecure ones, which guides for hardened nodes list as well: unsupported suites are dropped with a
+/// warning.
 fn cipher_suites(names: &mut Vec<String>, partly: &mut Vec<Problem>) -> Result<Vec<String>, Problem> {
     let mut suites: Vec<String> = Vec::new();
     for (index, name) in names.iter().enumerate() {
         let name = OLD_NAMES.iter().find(|(old, _)| old == name).map_or(name.as_str(), |(_, new)| *new);
         if !CIPHER_SUITES.contains(&name) && !TLS13_SUITES.contains(&name) {
             let message = format!(
-                "{name:?} is left out: the suite is unknown, or lacks forward secrecy or authenticated encryption; \
+                "{name:?} is ignored: the suite is unknown, or lacks forward secrecy or authenticated encryption; \
                  beelet offers {}",
                 CIPHER_SUITES.join(", ")
             );
@@ -198,7 +197,7 @@ fn authority(wire: &mut AuthenticationWire) -> Result<Option<PathBuf>, Problem> 
     path("authentication.x509.clientCAFile", &mut wire.x509.get_or_insert_default().client_ca_file)
 }
 
-/// The time for which the API server's answer about a bearer token counts; None if it is not asked.
+/// Returns the cache time of the API server's answer on a bearer token; None if tokens are not accepted.
 fn token_ttl(wire: &mut WebhookAuthenticationWire) -> Option<Duration> {
     let asks = *wire.enabled.get_or_insert(true);
     // Without the webhook its time has no effect.

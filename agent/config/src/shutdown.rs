@@ -1,5 +1,5 @@
-//! What pods get when the machine goes down: defaults and checks, as the kubelet's
-//! (`pkg/kubelet/apis/config/validation/validation.go`). Both fields that say it are one thing here.
+//! Grace periods of pods at the machine's shutdown: defaults and checks as in the kubelet
+//! (`pkg/kubelet/apis/config/validation/validation.go`). Both forms of the setting resolve to the same type.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use super::values::GoDuration;
 const TOTAL: &str = "shutdownGracePeriod";
 const CRITICAL: &str = "shutdownGracePeriodCriticalPods";
 const BY_PRIORITY: &str = "shutdownGracePeriodByPodPriority";
-/// The longest period of one group, in seconds: the machine would wait for a week.
+/// Maximum period of a group, in seconds: a week.
 const LONGEST: i64 = 7 * 24 * 3600;
 
 pub(super) fn resolve(wire: &mut KubeletWire) -> Result<Periods, Problem> {
@@ -36,7 +36,7 @@ fn read(wire: &KubeletWire) -> Result<Periods, Problem> {
     if !total.is_zero() {
         return Err(Problem::new(
             BY_PRIORITY,
-            format!("cannot be set together with {TOTAL}: take one of them out"),
+            format!("cannot be set together with {TOTAL}; remove one of them"),
         ));
     }
     by_priority.iter().enumerate().map(period).collect::<Result<_, _>>().map(Periods::new)
@@ -58,7 +58,7 @@ fn period((index, wire): (usize, &ShutdownPeriodWire)) -> Result<Period, Problem
     Ok(Period { priority: wire.priority, grace: Duration::from_secs(seconds) })
 }
 
-/// The periods as two totals, where they can be written so.
+/// Returns the periods as two totals, if they have that form.
 fn totals(periods: &Periods) -> (Option<GoDuration>, Option<GoDuration>) {
     match periods.all() {
         [_, critical] if is_of_totals(periods) => {
@@ -69,7 +69,7 @@ fn totals(periods: &Periods) -> (Option<GoDuration>, Option<GoDuration>) {
     }
 }
 
-/// The periods as a list, where they cannot be written as totals.
+/// Returns the periods as a list, unless they have the form of totals.
 fn by_priority(periods: &Periods) -> Option<Vec<ShutdownPeriodWire>> {
     let wire = |period: &Period| ShutdownPeriodWire {
         priority: period.priority,

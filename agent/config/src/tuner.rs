@@ -37,7 +37,7 @@ pub(super) struct TunerWire {
     standstill_ticks: Option<u32>,
 }
 
-/// YAML reads a bare `off` as false.
+/// Reads the mode from a word or a boolean: YAML reads a bare `off` as false.
 fn mode<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<TunerMode>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "off, advise or enforce")]
@@ -49,9 +49,7 @@ fn mode<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<TunerMode>,
         None => Ok(None),
         Some(Spelling::Word(mode)) => Ok(Some(mode)),
         Some(Spelling::Switch(false)) => Ok(Some(TunerMode::Off)),
-        Some(Spelling::Switch(true)) => {
-            Err(serde::de::Error::custom("say how far the tuner goes: off, advise or enforce"))
-        }
+        Some(Spelling::Switch(true)) => Err(serde::de::Error::custom("must be off, advise or enforce")),
     }
 }
 

@@ -1,22 +1,22 @@
-//! Fields of KubeletConfiguration v1beta1 (as of Kubernetes 1.37) that this version reads past, and why.
+//! Fields of KubeletConfiguration v1beta1 (as of Kubernetes 1.37) that this version ignores, with the
+//! reasons.
 //!
-//! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves
-//! it there.
+//! Each field is listed in exactly one place: here, or in [`super::kubelet::KubeletWire`] once it has an
+//! effect.
 
 use serde_json::{Map, Value, json};
 
-/// The reason why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
+/// Returns the reason for which `field` has no effect; `None` if it is unknown or has an effect.
 pub(super) fn reason(field: &str) -> Option<&'static str> {
     GROUPS.iter().find(|group| group.fields.contains(&field)).map(|group| group.reason)
 }
 
-/// All of them.
+/// Returns the names of all fields without an effect.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     GROUPS.iter().flat_map(|group| group.fields.iter().copied())
 }
 
-/// What those of them are by default that have a default (`SetDefaults_KubeletConfiguration` of the kubelet),
-/// as `/configz` shows them.
+/// Returns the kubelet's defaults of these fields (`SetDefaults_KubeletConfiguration`), for `/configz`.
 pub(super) fn defaults() -> Map<String, Value> {
     let defaults = json!({
         "configMapAndSecretChangeDetectionStrategy": "Watch",
@@ -39,11 +39,11 @@ pub(super) fn defaults() -> Map<String, Value> {
     defaults.as_object().cloned().unwrap_or_default()
 }
 
-/// Those of the fields that were written with a value. What the kubelet has a default for, and is written as
-/// zero, is not: kubeadm writes `0s` and the like for whatever it does not set.
+/// Returns the fields with a written value. A zero counts as unset if the kubelet has a default: kubeadm
+/// writes `0s` and the like for all unset fields.
 pub(super) fn set(fields: &Map<String, Value>) -> Map<String, Value> {
     let defaults = defaults();
-    // Their zeros are values: they are pointers in the kubelet's type.
+    // These fields are pointers in the kubelet's type: their zeros count.
     let pointers = ["kubeAPIQPS", "iptablesDropBit", "iptablesMasqueradeBit", "containerLogMaxWorkers"];
     let is_zero = |value: &Value| match value {
         Value::String(text) => {
@@ -64,29 +64,25 @@ struct Group {
 }
 
 const GROUPS: &[Group] = &[
+    Group { reason: "the server's TLS library chooses the curve", fields: &["tlsCurvePreferences"] },
     Group {
-        reason: "the server's keys are agreed on as its TLS library prefers",
-        fields: &["tlsCurvePreferences"],
-    },
-    Group {
-        reason: "there are no profiles to ask the server for in this version",
+        reason: "this version serves no profiles",
         fields: &["enableContentionProfiling", "enableProfilingHandler"],
     },
     Group {
-        reason: "requests to the API server are few, and in JSON: there is nothing to tune",
+        reason: "requests to the API server are few and always in JSON",
         fields: &["contentType", "kubeAPIQPS", "kubeAPIBurst"],
     },
     Group {
-        reason: "objects that pods use are followed where the API server is asked for them",
+        reason: "the agent always watches the objects that pods use",
         fields: &["configMapAndSecretChangeDetectionStrategy"],
     },
     Group {
-        reason: "volumes are attached and detached by a controller where there is an API server, and by the agent \
-                 where there is none",
+        reason: "a controller attaches and detaches volumes if there is an API server, otherwise the agent does",
         fields: &["enableControllerAttachDetach"],
     },
     Group {
-        reason: "the agent runs until it is told to end, as the kubelet does since 1.30",
+        reason: "the agent runs until it is stopped, as the kubelet does since 1.30",
         fields: &["runOnce"],
     },
     Group {
@@ -94,7 +90,7 @@ const GROUPS: &[Group] = &[
         fields: &["httpCheckFrequency", "staticPodURL", "staticPodURLHeader"],
     },
     Group {
-        reason: "the kernel's word on memory pressure is always listened to, where it can be had",
+        reason: "the agent always uses the kernel's memory pressure notifications if available",
         fields: &["kernelMemcgNotification"],
     },
     Group {
@@ -113,17 +109,17 @@ const GROUPS: &[Group] = &[
         reason: "cgroups outside the pods' own are left alone in this version",
         fields: &["kubeletCgroups", "systemCgroups"],
     },
-    Group { reason: "one container's log is rotated at a time", fields: &["containerLogMaxWorkers"] },
+    Group { reason: "the agent rotates one log at a time", fields: &["containerLogMaxWorkers"] },
     Group {
-        reason: "the network is the CNI plugin's business",
+        reason: "the CNI plugin sets up the network",
         fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
     },
     Group {
-        reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",
+        reason: "the agent syncs a pod at every change, and all pods at every relist",
         fields: &["syncFrequency"],
     },
     Group {
-        reason: "beelet has no feature gates: what it can do, it does as its own section says",
+        reason: "beelet has no feature gates; its features have fields of their own",
         fields: &["featureGates", "showHiddenMetricsForVersion"],
     },
     Group {

@@ -1,11 +1,11 @@
-//! Values as they are written in a configuration file: read and printed the same way.
+//! Value types of configuration files, which are read and printed in the same form.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// A duration as Go writes it, e.g. `1m30s`.
+/// A duration in Go's format, e.g. `1m30s`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GoDuration(pub(super) Duration);
 
@@ -22,7 +22,7 @@ impl Serialize for GoDuration {
     }
 }
 
-/// A map of names to quantities or percentages. People write them with and without quotes (`cpu: 2`).
+/// A map of names to quantities or percentages, with or without quotes (`cpu: 2`).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Amounts(pub(super) BTreeMap<String, String>);
 

@@ -1,6 +1,6 @@
-//! Values that stand alone, as the resolvers of both documents read them. Each function writes the value that
-//! is in effect back into its document: the default where nothing is written, and one spelling where there
-//! are several. So a document that is resolved is the configuration in effect.
+//! Resolves single values of both documents. Each function writes the effective value back into its document:
+//! the default for an unset value, and the canonical spelling. So a resolved document is the effective
+//! configuration.
 
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
@@ -8,23 +8,23 @@ use std::time::Duration;
 use super::error::Problem;
 use super::values::GoDuration;
 
-/// A duration; zero stands for the default.
+/// Resolves a duration; zero means the default.
 pub(super) fn duration(value: &mut Option<GoDuration>, default: Duration) -> Duration {
     value.take_if(|value| value.0.is_zero());
     value.get_or_insert(GoDuration(default)).0
 }
 
-/// A duration of which zero is a value.
+/// Resolves a duration for which zero is a value.
 pub(super) fn duration_or_zero(value: &mut Option<GoDuration>) -> Duration {
     value.get_or_insert(GoDuration(Duration::ZERO)).0
 }
 
-/// A text; empty by default.
+/// Resolves a text, empty by default.
 pub(super) fn text(value: &mut Option<String>) -> String {
     value.get_or_insert_default().clone()
 }
 
-/// A number from `least` to `most`.
+/// Resolves a number from `least` to `most`.
 pub(super) fn number<T: TryFrom<i64>>(
     field: &str,
     value: &mut Option<i64>,
@@ -40,13 +40,14 @@ pub(super) fn number<T: TryFrom<i64>>(
     T::try_from(value).map_err(|_| wrong())
 }
 
-/// A number of which zero stands for the default.
+/// Removes a zero, which means the default.
 pub(super) fn nonzero(value: &mut Option<i64>) -> &mut Option<i64> {
     value.take_if(|value| *value == 0);
     value
 }
 
-/// One of a few words; the first of them for none. Of several words of one meaning the first is written back.
+/// Resolves an enumerated word; the default is the first. Writes back the first of several words with the
+/// same meaning.
 pub(super) fn word<T: Copy + PartialEq, const N: usize>(
     field: &str,
     value: &mut Option<String>,
@@ -62,7 +63,7 @@ pub(super) fn word<T: Copy + PartialEq, const N: usize>(
     Ok(meaning)
 }
 
-/// An absolute path without `..`; an empty one counts as not written.
+/// Resolves an absolute path without `..`; an empty one counts as unset.
 pub(super) fn path(field: &str, value: &mut Option<String>) -> Result<Option<PathBuf>, Problem> {
     let Some(given) = value.take().filter(|value| !value.is_empty()) else {
         return Ok(None);
@@ -76,14 +77,14 @@ pub(super) fn path(field: &str, value: &mut Option<String>) -> Result<Option<Pat
     Ok(Some(path))
 }
 
-/// An absolute path without `..`; `default` where none is written.
+/// Resolves an absolute path without `..`, by default `default`.
 pub(super) fn path_or(field: &str, value: &mut Option<String>, default: &Path) -> Result<PathBuf, Problem> {
     let path = path(field, value)?.unwrap_or_else(|| default.to_owned());
     *value = Some(path.to_string_lossy().into_owned());
     Ok(path)
 }
 
-/// An absolute path without `..`; an empty one is a value and stands for no path.
+/// Resolves an absolute path without `..`; an empty one is a value and means no path.
 pub(super) fn path_or_empty(field: &str, value: &mut Option<String>) -> Result<Option<PathBuf>, Problem> {
     let path = path(field, value)?;
     value.get_or_insert_default();

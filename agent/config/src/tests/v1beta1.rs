@@ -1,4 +1,4 @@
-//! The fields of v1beta1: each is known in exactly one place.
+//! Checks that each field of v1beta1 is listed in exactly one place.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn every_field_of_v1beta1_is_known_exactly_once() {
     assert_eq!(all, V1BETA1);
 }
 
-/// Facts from staging/src/k8s.io/kubelet/config/v1beta1/types.go, sorted.
+/// All field names of staging/src/k8s.io/kubelet/config/v1beta1/types.go, sorted.
 const V1BETA1: &[&str] = &[
     "address",
     "allowedUnsafeSysctls",
