@@ -1,6 +1,6 @@
-//! What the API server fills in before a pod reaches a kubelet (`pkg/apis/core/v1/defaults.go`): a manifest
-//! from a folder goes past no API server, so it is done here. Zero and empty values of fields that have no
-//! pointer in the Kubernetes API count as not written, as they do there.
+//! Defaults that the API server sets before a pod reaches a kubelet (`pkg/apis/core/v1/defaults.go`), for
+//! manifests of a folder, which pass through no API server. As there, zero and empty values count as unset in
+//! fields that are not pointers in the Kubernetes API.
 
 use beelet_policy::resources::{CPU, MEMORY, PodDemand, is_pod_level_resource};
 use k8s_openapi::api::core::v1::{
@@ -8,13 +8,13 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
-/// A DNS-less image reference with neither tag nor digest is of this tag.
+/// Default tag of an image reference without tag and digest.
 const LATEST: &str = "latest";
 
-/// The mode of files in volumes that are made of objects.
+/// Default mode of files in volumes of objects.
 const FILE_MODE: i32 = 0o644;
 
-/// Fills in all defaults.
+/// Sets all defaults.
 pub(super) fn apply(pod: &mut Pod) {
     let metadata = &mut pod.metadata;
     if metadata.namespace.as_deref().unwrap_or_default().is_empty() {
@@ -30,8 +30,8 @@ pub(super) fn apply(pod: &mut Pod) {
     default_pod_requests(pod);
 }
 
-/// What the pod as a whole is limited to and doesn't request: what its containers request together, else up
-/// to its limit (KEP-2837). Amounts that can't be read are the validation's business.
+/// Sets missing pod-level requests of limited resources: the sum of the containers' requests, or else the
+/// limit (KEP-2837). The validation reports unreadable amounts.
 fn default_pod_requests(pod: &mut Pod) {
     let Ok(demand) = PodDemand::read(pod) else { return };
     let of_containers: Vec<(String, Text)> = demand
@@ -136,7 +136,7 @@ fn apply_to_container(container: &mut Container, host_network: bool) {
     probes.into_iter().flatten().for_each(apply_to_probe);
 }
 
-/// What is limited but not requested is requested up to its limit.
+/// Sets missing requests of limited resources to the limit.
 fn default_requests(container: &mut Container) {
     let Some(resources) = &mut container.resources else { return };
     let Some(limits) = resources.limits.clone().filter(|limits| !limits.is_empty()) else { return };
@@ -157,7 +157,7 @@ fn apply_to_probe(probe: &mut Probe) {
     }
 }
 
-/// Always for a tag that moves (`latest`, or none at all), IfNotPresent for any other and for a digest.
+/// Returns Always for the tag `latest` or no tag, and IfNotPresent for any other tag and for a digest.
 #[must_use]
 pub fn pull_policy(image: &str) -> &'static str {
     let (name, digest) = image.split_once('@').map_or((image, false), |(name, _)| (name, true));

@@ -1,4 +1,4 @@
-//! Manifests of a folder: contents as read, and what is known of each file.
+//! Manifests of a folder: contents, and the state of each file.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,41 +12,41 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use super::priority::{Priority, Written};
 use beelet_model::objects;
 
-/// A digest of a file's bytes.
+/// Digest of a file's bytes.
 pub(super) type Digest = [u8; 32];
 
-/// What came of reading a file.
+/// Result of reading a file.
 #[derive(Clone, Debug)]
 pub enum Content {
-    /// Its bytes, all of them, and when they were last changed.
+    /// All bytes and their modification time.
     Bytes(Vec<u8>, SystemTime),
-    /// It's there, but can't be read or isn't to be read: a sentence that says why.
+    /// The file exists but can't or must not be read; with the cause.
     Unreadable(String),
 }
 
-/// An object that a manifest of a folder describes.
+/// An object of a folder's manifest.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Described {
     /// The manifest.
     pub file: PathBuf,
-    /// What it describes; a pod with its identity on this node.
+    /// The object; a pod has its identity on this node.
     pub object: super::Object,
 }
 
-/// One manifest.
+/// State of a manifest.
 #[derive(Debug)]
 pub(super) struct File {
-    /// Of the bytes; None where they couldn't be read.
+    /// Digest of the bytes; None if unreadable.
     pub(super) digest: Option<Digest>,
-    /// When the bytes were last changed.
+    /// Modification time of the bytes.
     pub(super) modified: Option<SystemTime>,
-    /// Why what is in it now can't be used.
+    /// Error of the current content, if invalid.
     pub(super) error: Option<String>,
     /// The last valid content.
     pub(super) good: Option<Good>,
-    /// It wasn't there when it was last looked for, and is looked for again before that counts.
+    /// True if the file was missing at the last check; a second check confirms its removal.
     pub(super) missing: bool,
-    /// How often it was deleted, where that counts.
+    /// Number of deletions, if these are counted.
     pub(super) deletions: u64,
 }
 
@@ -60,11 +60,11 @@ pub(super) enum Good {
 #[derive(Debug)]
 pub(super) struct GoodPod {
     pub(super) content: Digest,
-    /// With the priority and the overhead that were last found for it, once any were.
+    /// The pod with its last resolved priority and overhead, if any.
     pub(super) pod: Arc<Pod>,
     pub(super) written: Written,
     pub(super) resolved: Option<(Priority, Overhead)>,
 }
 
-/// What a pod's runtime class costs.
+/// Overhead of a pod's runtime class.
 pub(super) type Overhead = Option<BTreeMap<String, Amount>>;

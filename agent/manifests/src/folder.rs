@@ -1,5 +1,5 @@
-//! What the manifests of a folder add up to. Pure: contents come in, the desired pods come out;
-//! [`super::source`] does the reading.
+//! Computes the desired pods from the contents of a folder's manifests, without I/O; [`super::source`] reads
+//! the files.
 
 use beelet_model::desired::Desired;
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ use beelet_spec::sysctls;
 
 pub use super::{file::Content, standing::FolderState};
 
-/// Bytes of the longest name that a file may have, on any file system in use (NAME_MAX).
+/// Maximum length of a file name, in bytes, on the file systems in use (NAME_MAX).
 const FILE_NAME_MAX: usize = 255;
 
 /// The manifests of a folder.
@@ -36,7 +36,7 @@ pub struct Folder {
     standing: Standing,
 }
 
-/// Settings that decide which pods are valid, and their identity.
+/// Settings for the validity and identity of pods.
 #[derive(Debug)]
 struct Rules {
     node_name: String,
@@ -45,30 +45,30 @@ struct Rules {
 }
 
 impl Folder {
-    /// A folder of which nothing was read yet.
+    /// Creates an unread folder.
     pub fn new(path: PathBuf, node_name: String, critical: bool) -> Self {
         let rules = Rules { node_name, critical, allowed_unsafe_sysctls: Vec::new() };
         let standing = Standing::default();
         Folder { path, rules, files: BTreeMap::new(), owners: Owners::new(), standing }
     }
 
-    /// Says which files had which names before, as an earlier instance of the agent knew it.
+    /// Sets the owners of names that an earlier instance of the agent recorded.
     pub(super) fn remember(&mut self, owners: Owners) {
         self.owners = owners;
     }
 
-    /// The file of each name, by the last [`Self::desired`].
+    /// Returns the owner of each name, by the last [`Self::desired`].
     pub(super) fn owners(&self) -> &Owners {
         &self.owners
     }
 
-    /// Lets pods have these kernel settings besides the safe ones.
+    /// Allows these kernel settings in addition to the safe ones.
     pub(super) fn allow_sysctls(&mut self, allowed: Vec<String>) {
         self.rules.allowed_unsafe_sysctls = allowed;
     }
 
-    /// Records what came of reading the folder itself. One that is taken away takes its pods along, as under
-    /// the kubelet; one that was never there, or can't be read, keeps them.
+    /// Records the result of reading the folder itself. As in the kubelet, removing the folder removes its
+    /// pods; a folder that never existed, or is unreadable, does not.
     pub fn set_standing(&mut self, state: FolderState) {
         if state == FolderState::Missing {
             self.files.clear();
@@ -76,49 +76,49 @@ impl Folder {
         self.standing.set(state);
     }
 
-    /// The result of the last reading of the folder itself.
+    /// Returns the result of the last reading of the folder itself.
     pub(super) fn standing(&self) -> &FolderState {
         self.standing.state()
     }
 
-    /// The files that are known.
+    /// Returns the known files.
     pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.keys().map(PathBuf::as_path)
     }
 
-    /// Notes that a file isn't there now. It takes nothing away yet: an editor may be about to put it back.
-    /// Whether it was known.
+    /// Marks a file as missing, without removing its pod yet: an editor may be about to restore the file.
+    /// Returns true if the file was known.
     pub(super) fn miss(&mut self, file: &Path) -> bool {
         self.files.get_mut(file).map(|file| file.missing = true).is_some()
     }
 
-    /// Notes that a file was deleted, whether or not another has its name by now.
-    pub(super) fn note_deleted(&mut self, file: &Path) {
+    /// Counts a deletion of a file, even if another file already has its name.
+    pub(super) fn record_deletion(&mut self, file: &Path) {
         if let Some(file) = self.files.get_mut(file) {
             file.deletions += 1;
         }
     }
 
-    /// Forgets a file that is gone.
+    /// Removes a file.
     pub(super) fn forget(&mut self, file: &Path) {
         self.files.remove(file);
     }
 
-    /// Takes in what a file holds now; `now` is the time, RFC 3339. Returns warnings for the log. The same
-    /// content again costs a digest.
+    /// Records a file's current content; `now` is the time, RFC 3339. Returns warnings for the log. Unchanged
+    /// content costs only a digest.
     pub fn update(&mut self, path: PathBuf, content: Content, now: &str) -> Vec<String> {
         let known = self.files.get(&path).and_then(|file| file.digest);
         let reading = Reading::of(&path, content, known);
-        self.take(path, reading, now)
+        self.record(path, reading, now)
     }
 
-    /// The digests of what the files hold, as far as they could be read.
+    /// Returns the digests of all readable files.
     pub(super) fn digests(&self) -> BTreeMap<PathBuf, Digest> {
         self.files.iter().filter_map(|(path, file)| Some((path.clone(), file.digest?))).collect()
     }
 
-    /// Takes in what a file was read to hold; as [`Self::update`].
-    pub(super) fn take(&mut self, path: PathBuf, reading: Reading, now: &str) -> Vec<String> {
+    /// Records a reading of a file, like [`Self::update`].
+    pub(super) fn record(&mut self, path: PathBuf, reading: Reading, now: &str) -> Vec<String> {
         let Reading { digest, modified, manifest } = reading;
         if let Some(known) = self.files.get_mut(&path) {
             known.missing = false;
@@ -135,7 +135,7 @@ impl Folder {
         let file = self.files.entry(path).or_insert(new);
         (file.digest, file.error) = (digest, error);
         match (good, &file.good) {
-            // Only comments or layout changed: it is the same pod, seen when it was first seen.
+            // Only comments or layout changed: keep the pod and the time at which it was first seen.
             (Some(Good::Pod(new)), Some(Good::Pod(old))) if new.content == old.content => {}
             (Some(new), _) => file.good = Some(new),
             (None, _) => {}
@@ -143,7 +143,7 @@ impl Folder {
         warnings.into_iter().map(|warning| format!("{name}: {warning}")).collect()
     }
 
-    /// The pods and objects that the manifests add up to.
+    /// Returns the pods and objects of all manifests.
     pub fn desired(&mut self) -> Desired {
         let mut desired = Desired { folder_unread: self.standing.is_unread(), ..Desired::default() };
         desired.rejected.extend(self.standing.complaint(&self.path));
@@ -178,13 +178,13 @@ impl Folder {
             }
         }
         for (path, (winner, sentence)) in std::mem::take(&mut claims.refused) {
-            // A file that is just being renamed is not another one of the same name.
+            // A file that is just being renamed does not conflict with its new name.
             if self.files.get(&winner).is_none_or(|file| !file.missing) {
                 reject(&mut desired, &path, with_file(&path, &sentence));
             }
         }
         desired.rejected.sort_by(|a, b| a.file.cmp(&b.file));
-        // What was not read says nothing about who has a name.
+        // An unread folder does not change the owners of names.
         if !desired.folder_unread {
             self.owners = claims.owners;
         }
@@ -192,7 +192,8 @@ impl Folder {
         desired
     }
 
-    /// The objects whose names their files have, by the last [`Self::desired`], in the order of their files.
+    /// Returns the objects of files that own their names, by the last [`Self::desired`], in the order of the
+    /// files.
     pub(super) fn described(&self) -> Vec<Described> {
         let claims = Claims::of(&self.files, &self.owners);
         let counts = |path: &PathBuf| !claims.refused.contains_key(path);
@@ -214,7 +215,7 @@ impl Folder {
 }
 
 impl Rules {
-    /// Gives a pod its identity.
+    /// Checks a manifest against the rules and assigns a pod's identity.
     fn admit(
         &self,
         manifest: Manifest,
@@ -246,15 +247,15 @@ impl Rules {
     }
 }
 
-/// Why no file system has a folder for a pod's logs, if so: its name has the pod's name, namespace and UID in
-/// it.
+/// Returns an error if the name of the pod's log folder, which contains the pod's namespace, name and UID, is
+/// too long.
 fn too_long_for_logs(pod: &Pod) -> Option<String> {
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     let folder = log_folder(Path::new(""), &PodName::of(pod), uid);
     let excess = folder.as_os_str().len().checked_sub(FILE_NAME_MAX).filter(|excess| *excess > 0)?;
     Some(format!(
-        "metadata.name: the folder of the pod's logs is called <namespace>_<name>_<uid>, with the node's name behind the \
-         pod's; that is {} characters, and file systems allow {FILE_NAME_MAX}: make the name shorter by {excess}",
+        "metadata.name: the name of the pod's log folder, <namespace>_<name>-<node>_<uid>, has {} characters, and file \
+         systems allow {FILE_NAME_MAX}; shorten the pod's name by {excess}",
         folder.as_os_str().len()
     ))
 }
@@ -267,7 +268,7 @@ fn with_file(path: &Path, sentence: &str) -> String {
     format!("{}: {sentence}", path.file_name().unwrap_or_default().to_string_lossy())
 }
 
-/// The priority of each file's pod, in the files' order; files that hold no pod have the default one.
+/// Returns the priority of each file's pod, in the files' order; files without a pod have the default one.
 fn resolve_all(
     files: &BTreeMap<PathBuf, File>,
     claims: &Claims,
@@ -289,7 +290,7 @@ fn resolve_all(
     pods.map(|pod| classes.resolve(pod)).collect()
 }
 
-/// What pods refer to by name, but priority classes.
+/// Returns all objects that pods refer to by name, except priority classes.
 fn gather(files: &BTreeMap<PathBuf, File>, claims: &Claims) -> Objects {
     let mut objects = Objects::default();
     for (path, file) in files.iter().filter(|(path, _)| !claims.refused.contains_key(*path)) {
@@ -306,8 +307,8 @@ fn overhead_of(good: &GoodPod, objects: &Objects) -> Result<Overhead, String> {
     super::objects::overhead(good.written.overhead.as_ref(), class)
 }
 
-/// Gives a pod its priority and its overhead. Where there is none, it keeps what it had: a class that goes
-/// away takes nothing from the pods that came before, as in the API server.
+/// Sets a pod's priority and overhead. On an error the pod keeps both: as in the API server, removing a class
+/// does not affect existing pods.
 fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> Result<(), String> {
     let resolved = resolved?;
     if good.resolved.as_ref() != Some(&resolved) {

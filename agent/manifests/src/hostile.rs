@@ -1,18 +1,18 @@
-//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]), as a static manifest: what is no
-//! pod of this node is refused by the name of the field.
+//! Reads static manifests with hostile values in every field of a pod ([`beelet_testing::hostile_pods`]), and
+//! checks that each refusal names the field.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use beelet_testing::hostile_pods::{Case, Group, Hostile, cases_of};
 use beelet_testing::schema::Step;
 
-/// Bytes that a refusal may have.
+/// Maximum length of a refusal, in bytes.
 const REFUSAL_MAX: usize = 64 << 10;
 
-/// Returns true if a refusal names the field, or an object or a list that it is in; of what is no YAML, the
-/// place.
+/// Returns true if a refusal names the field or an object or list around it, or, for invalid YAML, the
+/// position.
 fn names_the_field(refusal: &str, case: &Case) -> bool {
-    // A reader of YAML takes no key beyond 1024 characters, and no text beyond so many levels.
+    // The YAML parser rejects keys of more than 1024 characters and too many levels.
     if matches!(case.hostile, Hostile::Nested(_) | Hostile::Key(_, 1025..)) {
         return refusal.starts_with("pod.yaml:1:");
     }
@@ -21,12 +21,12 @@ fn names_the_field(refusal: &str, case: &Case) -> bool {
         Step::Item | Step::Key => None,
     });
     let names: Vec<&str> = names.collect();
-    // `spec` and `metadata` alone would say little of what is in them.
+    // `spec` and `metadata` alone would be too vague.
     let names = if names.len() > 1 { &names[1..] } else { &names[..] };
     names.is_empty() || names.iter().any(|name| refusal.contains(name))
 }
 
-/// Reads one of so many cases of a group; the sentence says what is wrong with what came of it.
+/// Reads every `one_of`-th case of a group and checks the results.
 fn check(group: Group, one_of: usize) {
     let (cases, mut refused, mut wrong) = (cases_of(group, one_of), 0, Vec::new());
     for case in &cases {

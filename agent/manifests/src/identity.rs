@@ -1,9 +1,9 @@
-//! Who a pod from a manifest is on this node: name, UID, annotations, as the kubelet makes them
+//! Identity of a manifest's pod on this node: name, UID and annotations, as in the kubelet
 //! (`pkg/kubelet/config/common.go`).
 //!
-//! The UID follows from the node, the file and what is written in it, so that a manifest that changes is
-//! another pod, and one that doesn't is the same pod after every restart of the agent. Defaults don't count:
-//! an agent that learns a new one must not restart every pod of the node.
+//! The UID is a digest of the node, the file and its content: a changed manifest is another pod, and an
+//! unchanged one is the same pod after every restart of the agent. Defaults are not part of the digest: an
+//! agent with a new default must not restart every pod of the node.
 
 pub(crate) use beelet_model::labels::{
     ANNOTATION_HASH, ANNOTATION_MANIFEST, ANNOTATION_SEEN, ANNOTATION_SOURCE,
@@ -16,23 +16,23 @@ use k8s_openapi::api::core::v1::{Pod, Toleration};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use sha2::{Digest, Sha256};
 
-/// Says that a pod mirrors a static one in an API server; never true of a manifest.
+/// Annotation of mirror pods in an API server; removed from manifests.
 const ANNOTATION_MIRROR: &str = "kubernetes.io/config.mirror";
 
-/// What of a node and a file goes into a pod's identity.
+/// Inputs of a pod's identity.
 #[derive(Clone, Debug)]
 pub(super) struct Origin<'a> {
     /// The node's name.
     pub(super) node_name: &'a str,
     /// The manifest's path.
     pub(super) file: &'a Path,
-    /// When this content was first seen, RFC 3339.
+    /// Time at which this content was first seen, RFC 3339.
     pub(super) seen: &'a str,
-    /// Whether the pod is marked as the kubelet marks static pods, which makes it critical.
+    /// True to add the kubelet's mark of static pods, which makes the pod critical.
     pub(super) critical: bool,
 }
 
-/// Drops what a manifest has no say in: status, owners, times, versions.
+/// Removes the fields that a manifest can't set: status, owners, times, versions.
 pub(super) fn keep_what_a_manifest_says(pod: &mut Pod) {
     pod.status = None;
     let metadata = std::mem::take(&mut pod.metadata);
@@ -50,17 +50,17 @@ pub(super) fn keep_what_a_manifest_says(pod: &mut Pod) {
     }
 }
 
-/// A digest of what a manifest says.
+/// Returns the digest of a manifest's content.
 pub(super) fn content_digest(pod: &Pod) -> [u8; 32] {
     Sha256::digest(pod.to_json()).into()
 }
 
-/// The name that a pod has on a node.
+/// Returns a pod's name on a node.
 pub(super) fn name_on_node(name: &str, node_name: &str) -> String {
     format!("{name}-{}", node_name.to_lowercase())
 }
 
-/// Gives a pod its identity on this node.
+/// Assigns a pod's identity on this node.
 pub(super) fn assign(pod: &mut Pod, content: &[u8; 32], origin: &Origin<'_>) {
     let hash = hash(content, origin);
     let metadata = &mut pod.metadata;
@@ -79,7 +79,7 @@ pub(super) fn assign(pod: &mut Pod, content: &[u8; 32], origin: &Origin<'_>) {
     tolerate_node_problems(spec.tolerations.get_or_insert_default());
 }
 
-/// Nothing evicts a static pod for its node's problems.
+/// Adds a toleration of all NoExecute taints: node problems do not evict a static pod.
 fn tolerate_node_problems(tolerations: &mut Vec<Toleration>) {
     let all = Toleration {
         operator: Some("Exists".to_owned()),
@@ -91,7 +91,7 @@ fn tolerate_node_problems(tolerations: &mut Vec<Toleration>) {
     }
 }
 
-/// 32 hexadecimal digits, the form of the kubelet's own.
+/// Returns 32 hexadecimal digits, the kubelet's form.
 fn hash(content: &[u8; 32], origin: &Origin<'_>) -> String {
     let mut hasher = Sha256::new();
     hasher.update(content);

@@ -1,12 +1,12 @@
-//! A manifest's text to a pod: read, completed as the API server completes it, checked, or refused with every
-//! reason at once.
+//! Reads manifests into pods: parses them, sets the API server's defaults and validates them, and reports all
+//! faults at once.
 //!
-//! One object per file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a
-//! cluster keeps in its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`]
-//! watches the folder.
+//! A file has one object, as for the kubelet: a v1 Pod, or an object for the pods of the same folder that a
+//! cluster has in its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`] watches
+//! the folder.
 //!
-//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused
-//! ([`beelet_spec::support`]), never left out in silence. This module must never touch the runtime, and never
+//! The agent can run every accepted pod as specified: this crate rejects unsupported fields
+//! ([`beelet_spec::support`]) instead of silently ignoring them. Must never touch the runtime, and never
 //! panic on any text.
 
 // A test hands its literals over.
@@ -42,19 +42,19 @@ pub use defaults::pull_policy;
 
 use beelet_codec::error::Problem;
 
-/// What a manifest may describe.
+/// An object of a manifest.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
     /// A pod, complete and valid, still without its identity on this node and its priority.
     Pod(Box<Pod>),
     /// A priority that pods may refer to by name.
     PriorityClass(Box<PriorityClass>),
-    /// Something else that pods may refer to by name.
+    /// Any other object that pods may refer to by name.
     Other(beelet_model::objects::Object),
 }
 
 impl Object {
-    /// Its kind, as it is written.
+    /// Returns the kind.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Pod(_) => "Pod",
@@ -63,7 +63,7 @@ impl Object {
         }
     }
 
-    /// All of it.
+    /// Returns the whole object as JSON.
     pub fn to_value(&self) -> Value {
         match self {
             Self::Pod(pod) => pod.to_value(),
@@ -74,7 +74,7 @@ impl Object {
         }
     }
 
-    /// Its metadata, as it is written.
+    /// Returns the metadata as written.
     pub fn metadata(&self) -> &ObjectMeta {
         match self {
             Self::Pod(pod) => &pod.metadata,
@@ -84,21 +84,21 @@ impl Object {
     }
 }
 
-/// A manifest that was understood.
+/// A valid manifest.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Manifest {
-    /// What it describes.
+    /// The object.
     pub object: Object,
-    /// A digest of what was written (defaults, comments and layout left out), for the pod's identity.
+    /// Digest of the content, without defaults, comments and layout, for the pod's identity.
     pub content: [u8; 32],
-    /// What was written but has no effect, one sentence each.
+    /// Messages about fields without an effect.
     pub warnings: Vec<String>,
 }
 
-/// Reads the text of one manifest. `file` is its name in errors.
+/// Reads the text of a manifest. Errors contain the name `file`.
 ///
 /// # Errors
-/// Every reason why the agent can't run what it describes, with its place in the text.
+/// All faults that prevent the agent from running the pod, with their positions in the text.
 pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
     let documents =
         document::parse_within(text, Limits::MANIFEST).map_err(|e| ManifestError::syntax(file, &e))?;
@@ -108,7 +108,7 @@ pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
     }
 }
 
-/// The same for a document that was read already.
+/// Reads a parsed document, like [`read`].
 ///
 /// # Errors
 /// As for [`read`].
@@ -140,19 +140,19 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
         return Problem::new("", format!("{wanted}, a mapping; this is {}", beelet_codec::name_of(value)));
     }
     match (api_version, kind) {
-        (_, None) => Problem::new("kind", format!("must be there and be a string: {wanted}")),
-        (None, Some(_)) => Problem::new("apiVersion", format!("must be there and be a string: {wanted}")),
+        (_, None) => Problem::new("kind", format!("must be set to a string: {wanted}")),
+        (None, Some(_)) => Problem::new("apiVersion", format!("must be set to a string: {wanted}")),
         (Some(_), Some("List" | "PodList")) => {
-            Problem::new("kind", "one pod per file: split the list into a file for each pod")
+            Problem::new("kind", "lists are not supported; split the list into one file per pod")
         }
         (Some(version), Some("Pod" | "PriorityClass" | "ConfigMap" | "Secret" | "RuntimeClass")) => {
             Problem::new(
                 "apiVersion",
-                format!("{} is not known for this kind: {wanted}", names::quoted(version)),
+                format!("{} is unknown for this kind: {wanted}", names::quoted(version)),
             )
         }
         (Some(_), Some(kind)) => {
-            Problem::new("kind", format!("{} is not a kind that a node runs: {wanted}", names::quoted(kind)))
+            Problem::new("kind", format!("{} is not supported: {wanted}", names::quoted(kind)))
         }
     }
 }
@@ -164,7 +164,7 @@ fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     let mut problems = found.refused;
     let (mut pod, unknown) = match Pod::read(&value) {
         Ok(read) => read,
-        // What doesn't even have its type can't be judged further; what can't be run is still worth saying.
+        // With type errors, further validation is impossible, but unsupported fields are reported, too.
         Err(errors) => return Err(errors.into_iter().chain(problems).collect()),
     };
     identity::keep_what_a_manifest_says(&mut pod);
@@ -172,7 +172,7 @@ fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     defaults::apply(&mut pod);
     problems.extend(validate::pod(&pod));
     if !problems.is_empty() {
-        // A field that is missing may be there under a wrong name.
+        // A missing field may be misspelled: report unknown fields as well.
         return Err(unknown.into_iter().chain(problems).collect());
     }
     let place =

@@ -1,16 +1,15 @@
-//! The rules for names, as `k8s.io/apimachinery/pkg/util/validation` has them. Each check returns what is
-//! wrong as the rest of a sentence that begins with the name.
+//! Rules for names, as in `k8s.io/apimachinery/pkg/util/validation`. Each check returns the problem, if any.
 
 use beelet_codec::error::Problem;
 use beelet_units::object_name::{is_label, is_subdomain};
 
-/// Longest name of one DNS label.
+/// Maximum length of a DNS label.
 const LABEL_MAX: usize = 63;
 
-/// A DNS-1123 label: containers, volumes, namespaces.
+/// Checks a DNS-1123 label: names of containers, volumes and namespaces.
 pub(super) fn label(path: &str, name: &str) -> Option<Problem> {
     if name.is_empty() {
-        return Some(Problem::new(path, "must be there"));
+        return Some(Problem::new(path, "must be set"));
     }
     (!is_label(name) || name.len() > LABEL_MAX).then(|| {
         let rule = "is not a name: up to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit";
@@ -18,10 +17,10 @@ pub(super) fn label(path: &str, name: &str) -> Option<Problem> {
     })
 }
 
-/// A DNS-1123 subdomain: pods.
+/// Checks a DNS-1123 subdomain: names of pods.
 pub(super) fn subdomain(path: &str, name: &str) -> Option<Problem> {
     if name.is_empty() {
-        return Some(Problem::new(path, "must be there"));
+        return Some(Problem::new(path, "must be set"));
     }
     (!is_subdomain(name)).then(|| {
         let rule = "is not a name: up to 253 of a-z, 0-9, '-' and '.', each part beginning and ending with a letter or digit";
@@ -29,14 +28,15 @@ pub(super) fn subdomain(path: &str, name: &str) -> Option<Problem> {
     })
 }
 
-/// A path that leads into a folder: relative, without `..`.
+/// Checks a path inside a folder: relative, without `..`.
 pub(super) fn inner_path(path: &str, inner: &str) -> Option<Problem> {
     let inside =
         !inner.starts_with('/') && !inner.contains('\0') && inner.split('/').all(|part| part != "..");
     (!inside).then(|| Problem::new(path, format!("{} must be relative and without '..'", quoted(inner))))
 }
 
-/// The name part of labels and annotations, and the value of a label.
+/// Returns true for a valid name part of a label's or annotation's key, which is also a valid value of a
+/// label.
 fn is_qualified_part(name: &str) -> bool {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     name.len() <= LABEL_MAX
@@ -45,7 +45,7 @@ fn is_qualified_part(name: &str) -> bool {
         && ends(name.chars().last())
 }
 
-/// A key of a label or an annotation: `[prefix/]name`.
+/// Checks a key of a label or an annotation: `[prefix/]name`.
 pub(super) fn qualified(path: &str, key: &str) -> Option<Problem> {
     let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
     let prefix_ok = prefix.is_none_or(is_subdomain);
@@ -55,7 +55,7 @@ pub(super) fn qualified(path: &str, key: &str) -> Option<Problem> {
     })
 }
 
-/// The value of a label.
+/// Checks the value of a label.
 pub(super) fn label_value(path: &str, key: &str, value: &str) -> Option<Problem> {
     (!value.is_empty() && !is_qualified_part(value)).then(|| {
         let rule = "is not a label's value: up to 63 of letters, digits, '-', '_' and '.'";
@@ -63,7 +63,7 @@ pub(super) fn label_value(path: &str, key: &str, value: &str) -> Option<Problem>
     })
 }
 
-/// The name of a port (RFC 6335).
+/// Checks the name of a port (RFC 6335).
 pub(super) fn port(path: &str, name: &str) -> Option<Problem> {
     let ok = is_label(name)
         && name.len() <= 15
@@ -75,10 +75,10 @@ pub(super) fn port(path: &str, name: &str) -> Option<Problem> {
     })
 }
 
-/// The name of an environment variable: printable ASCII without `=`.
+/// Checks the name of an environment variable: printable ASCII without `=`.
 pub(super) fn variable(path: &str, name: &str) -> Option<Problem> {
     if name.is_empty() {
-        return Some(Problem::new(path, "must be there"));
+        return Some(Problem::new(path, "must be set"));
     }
     let ok = name.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'=');
     (!ok).then(|| {
@@ -86,7 +86,7 @@ pub(super) fn variable(path: &str, name: &str) -> Option<Problem> {
     })
 }
 
-/// A pod's UID: it becomes part of paths, so it must be harmless in them.
+/// Checks a pod's UID, which becomes part of paths.
 pub(super) fn uid(path: &str, uid: &str) -> Option<Problem> {
     (uid.len() > LABEL_MAX || !is_qualified_part(uid)).then(|| {
         let rule = "is not a UID: up to 63 of letters, digits, '-', '_' and '.'";
@@ -94,7 +94,7 @@ pub(super) fn uid(path: &str, uid: &str) -> Option<Problem> {
     })
 }
 
-/// A text from outside, in quotes, and not without end.
+/// Quotes an untrusted text and limits its length.
 pub(super) fn quoted(text: &str) -> String {
     match text.char_indices().nth(80) {
         Some((cut, _)) => format!("{:?}…", &text[..cut]),

@@ -1,5 +1,5 @@
-//! ConfigMaps, Secrets and RuntimeClasses: manifests beside the pods', for the pods that refer to them.
-//! The rules are the API's (`pkg/apis/core/validation`, `pkg/apis/node/validation`).
+//! Manifests of ConfigMaps, Secrets and RuntimeClasses for the pods of the same folder. The rules are the
+//! API's (`pkg/apis/core/validation`, `pkg/apis/node/validation`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use beelet_codec::ApiType as _;
 use beelet_codec::error::Problem;
 use beelet_model::objects;
 
-/// Most bytes of all values together.
+/// Maximum total size of all values, in bytes.
 const DATA_MAX: usize = 1 << 20;
-/// Longest key.
+/// Maximum length of a key.
 const KEY_MAX: usize = 253;
 
 /// Reads a ConfigMap.
@@ -31,7 +31,7 @@ pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
     problems.extend(data("binaryData", bytes));
     for key in map.binary_data.iter().flatten().map(|(key, _)| key) {
         if map.data.as_ref().is_some_and(|data| data.contains_key(key)) {
-            problems.push(Problem::new(beelet_codec::field("binaryData", key), "is a key of data too"));
+            problems.push(Problem::new(beelet_codec::field("binaryData", key), "is also a key of data"));
         }
     }
     manifest(objects::Object::ConfigMap(Arc::new(map)), problems, &unknown)
@@ -40,11 +40,9 @@ pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
 /// Reads a Secret. Its `stringData` becomes `data`, as in the API server.
 pub(super) fn secret(value: &Value) -> Result<Manifest, Vec<Problem>> {
     let (mut secret, unknown) = Secret::read(value).map_err(|problems| {
-        // A message of the decoder's may quote what it found.
+        // A message of the decoder may quote the value.
         let hide = |problem: Problem| match problem.path.starts_with("data.") {
-            true => {
-                Problem::new(problem.path, "must be a string in base64; plain text belongs into stringData")
-            }
+            true => Problem::new(problem.path, "must be a base64 string; use stringData for plain text"),
             false => problem,
         };
         problems.into_iter().map(hide).collect::<Vec<_>>()
@@ -70,7 +68,7 @@ pub(super) fn runtime_class(mut value: Value) -> Result<Manifest, Vec<Problem>> 
         }
     }
     let (mut class, unknown) = RuntimeClass::read(&value)?;
-    // It belongs to the whole node, whatever is written.
+    // The class is not namespaced, regardless of its metadata.
     class.metadata.namespace = None;
     let mut problems: Vec<Problem> =
         names::subdomain("metadata.name", class.metadata.name.as_deref().unwrap_or_default())
@@ -110,7 +108,7 @@ fn namespaced(metadata: &mut ObjectMeta) -> Vec<Problem> {
     name.into_iter().chain(namespace).collect()
 }
 
-/// The rules for keys, and for all values together.
+/// Checks keys and the total size of all values.
 fn data<'k>(path: &str, entries: impl Iterator<Item = (&'k String, usize)>) -> Vec<Problem> {
     let mut problems = Vec::new();
     let mut total = 0;
@@ -138,8 +136,8 @@ fn is_key(key: &str) -> bool {
         && !key.starts_with("..")
 }
 
-/// What a pod's runtime class costs: its overhead becomes the pod's, as in the API server's admission. Fails,
-/// with a sentence, where the pod says something else.
+/// Returns a pod's overhead: that of its runtime class, as in the API server's admission. Returns an error if
+/// the pod has a different one.
 pub(super) fn overhead(
     written: Option<&BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>>,
     class: Option<&RuntimeClass>,
@@ -147,10 +145,10 @@ pub(super) fn overhead(
     let fixed =
         class.and_then(|class| class.overhead.as_ref()).and_then(|overhead| overhead.pod_fixed.clone());
     match (written.filter(|costs| !costs.is_empty()), class) {
-        (Some(costs), Some(_)) if Some(costs) != fixed.as_ref() => {
-            Err("spec.overhead: is not what its runtime class costs; take it out, the class's is put in"
-                .to_owned())
-        }
+        (Some(costs), Some(_)) if Some(costs) != fixed.as_ref() => Err(
+            "spec.overhead: differs from the overhead of the runtime class, which the agent sets; remove it"
+                .to_owned(),
+        ),
         (Some(costs), None) => Ok(Some(costs.clone())),
         _ => Ok(fixed),
     }
@@ -181,7 +179,7 @@ mod tests {
         check(of(json!({"data": {"a.b-c_D": "1"}, "binaryData": {"x": "/w=="}})), None);
         check(of(json!({"data": {"a/b": "1"}})), Some("data[\"a/b\"]: \"a/b\" is not a key"));
         check(of(json!({"data": {"..data": "1"}})), Some("is not a key"));
-        check(of(json!({"data": {"a": "1"}, "binaryData": {"a": ""}})), Some("is a key of data too"));
+        check(of(json!({"data": {"a": "1"}, "binaryData": {"a": ""}})), Some("is also a key of data"));
         check(of(json!({"data": {"a": 1}})), Some("data.a: must be a string, not the number 1"));
         check(of(json!({"data": {"a": "x".repeat(DATA_MAX + 1)}})), Some("1048576 are allowed"));
         check(of(json!({"metadata": {"name": "M"}})), Some("metadata.name: \"M\" is not a name"));

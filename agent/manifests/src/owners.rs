@@ -1,8 +1,8 @@
-//! Which file has which name, over restarts of the agent too: a copy of a manifest must not take the name
-//! from the file that a pod runs from.
+//! Records which file owns which name, across restarts of the agent: a copy of a manifest must not take over
+//! the name from the file of the running pod.
 //!
-//! What is kept is written without waiting for the disk. A power cut ends every pod; the record may be lost
-//! with it, and then the names of the files decide ([`Claims`]).
+//! The record is written without waiting for the disk. A power cut ends every pod and may lose the record;
+//! then the names of the files decide ([`Claims`]).
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -17,21 +17,21 @@ use super::file::{File, Good};
 use beelet_model::objects::Object;
 use beelet_state::{Loaded, State};
 
-/// The name of the durable record.
+/// Name of the durable record.
 const NAME: &str = "manifests";
 
-/// Which file has an object's name, by kind and name ([`key`]).
+/// Owner of each object's name, by kind and name ([`key`]).
 pub(super) type Owners = BTreeMap<String, PathBuf>;
 
-/// Which file has which name and UID. Of two files with one name, a file that ends in `.yaml`, `.yml` or
-/// `.json` counts before any other, because a backup is what has another ending. Then the file that had the
-/// name keeps it, also while the agent can't read it: a copy of a manifest must not take the name from the
-/// pod that runs. Then the shorter file name counts, then the first in order. Modification times decide
-/// nothing: a backup is always older.
+/// Owners of names and UIDs. Of two files with the same name, a file that ends in `.yaml`, `.yml` or `.json`
+/// wins over any other, because backups have other endings. Next, the previous owner of the name wins, even
+/// while its file is unreadable: a copy of a manifest must not take over the name from the running pod. Next,
+/// the shorter file name wins, then the first in order. Modification times do not count: a backup is always
+/// older.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) owners: Owners,
-    /// Files that don't get the name they want: which file has it, and a sentence.
+    /// Files without the ownership of their name: the owner, and a message.
     pub(super) refused: BTreeMap<PathBuf, (PathBuf, String)>,
 }
 
@@ -39,7 +39,7 @@ impl Claims {
     pub(super) fn of(files: &BTreeMap<PathBuf, File>, before: &Owners) -> Claims {
         let mut claims = Claims::default();
         for (key, file) in before {
-            // A file that was never valid since the agent's start may still be what a pod runs from.
+            // A file without valid content since the agent's start may still belong to a running pod.
             if files.get(file).is_some_and(|file| file.good.is_none()) {
                 claims.owners.insert(key.clone(), file.clone());
             }
@@ -73,12 +73,12 @@ impl Claims {
     }
 }
 
-/// Returns true if a file has an ending that people give to manifests.
+/// Returns true if a file has a usual ending of manifests.
 fn has_usual_ending(path: &Path) -> bool {
     path.extension().and_then(OsStr::to_str).is_some_and(|end| matches!(end, "yaml" | "yml" | "json"))
 }
 
-/// What no two files may describe: a kind and a name.
+/// Returns the unique key of an object: its kind and name.
 fn key(good: &Good) -> String {
     let (kind, metadata) = match good {
         Good::Pod(good) => ("Pod", &good.pod.metadata),
@@ -86,7 +86,7 @@ fn key(good: &Good) -> String {
         Good::Other(object) => (object.kind(), object.metadata()),
     };
     let name = metadata.name.as_deref().unwrap_or_default();
-    // Whatever is written, classes have none.
+    // Classes are not namespaced, regardless of their metadata.
     let is_class = matches!(good, Good::Class(_) | Good::Other(Object::RuntimeClass(_)));
     match metadata.namespace.as_deref().filter(|_| !is_class) {
         Some(namespace) => format!("{kind} {namespace}/{name}"),
@@ -94,40 +94,37 @@ fn key(good: &Good) -> String {
     }
 }
 
-/// What an earlier instance knew.
+/// Reads the owners that an earlier instance of the agent recorded.
 pub(super) fn load(state: &State) -> Owners {
     match state.load::<Owners>(NAME) {
         Ok(Loaded::Value { value, .. }) => value,
         Ok(Loaded::Absent) => Owners::new(),
         Ok(Loaded::Quarantined { moved_to, reason }) => {
-            warn!(?moved_to, %reason, "the record of manifests was damaged and set aside; of two files with one pod's \
-                name the one with the usual ending and the shorter name counts");
+            warn!(?moved_to, %reason, "the record of manifests was damaged and moved aside; of two files with the same \
+                pod name, the one with the usual ending and the shorter name wins");
             Owners::new()
         }
         Err(error) => {
-            warn!(%error, "the record of manifests can't be read; of two files with one pod's name the one with the \
-                usual ending and the shorter name counts");
+            warn!(%error, "cannot read the record of manifests; of two files with the same pod name, the one with the \
+                usual ending and the shorter name wins");
             Owners::new()
         }
     }
 }
 
-/// Writes what is sent, the newest, until nobody sends any more.
+/// Writes the newest owners at each change until the sender is dropped.
 pub(super) async fn keep(mut owners: watch::Receiver<Owners>, state: Arc<State>) {
     while owners.changed().await.is_ok() {
         let newest = owners.borrow_and_update().clone();
         let state = Arc::clone(&state);
         let written = spawn_blocking(move || {
-            // A path that is no text can't be in the record; its file is told by its time.
+            // A path that is not UTF-8 can't be in the record.
             let texts: BTreeMap<&str, &str> =
                 newest.iter().filter_map(|(name, file)| Some((name.as_str(), file.to_str()?))).collect();
             state.store_for_this_boot(NAME, &texts).map_err(|error| error.to_string())
         });
         if let Err(cause) = written.await.unwrap_or_else(|failed| Err(failed.to_string())) {
-            warn!(
-                error = cause,
-                "the record of manifests can't be written; it is tried again when a manifest changes"
-            );
+            warn!(error = cause, "cannot write the record of manifests; retrying when a manifest changes");
         }
     }
 }

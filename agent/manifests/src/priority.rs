@@ -1,5 +1,5 @@
-//! Priorities of standalone pods: the two system classes, and the PriorityClass manifests beside the pods.
-//! What the API server's admission does for a cluster's pods (`plugin/pkg/admission/priority`).
+//! Priorities of standalone pods from the two system classes and the PriorityClass manifests of the folder,
+//! as the API server's admission sets them for a cluster's pods (`plugin/pkg/admission/priority`).
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,11 @@ use super::{Manifest, Object, names};
 use beelet_codec::ApiType as _;
 use beelet_codec::error::Problem;
 
-/// The classes that always exist.
+/// Predefined classes.
 const SYSTEM: [(&str, i32); 2] =
     [("system-cluster-critical", 2_000_000_000), ("system-node-critical", 2_000_001_000)];
 
-/// Highest priority that a class of one's own may give.
+/// Maximum priority of a user's class.
 const HIGHEST_OWN: i32 = 1_000_000_000;
 
 /// Reads a PriorityClass.
@@ -26,7 +26,7 @@ pub(super) fn read(value: &Value) -> Result<Manifest, Vec<Problem>> {
     let mut problems: Vec<Problem> = names::subdomain("metadata.name", name).into_iter().collect();
     let system = SYSTEM.iter().find(|(system, _)| *system == name);
     match (class.value, system) {
-        (None, _) => problems.push(Problem::new("value", "must be there: the priority as a whole number")),
+        (None, _) => problems.push(Problem::new("value", "must be set to a whole number")),
         (Some(value), Some((_, known))) if value != *known => {
             problems.push(Problem::new("value", format!("{name} always has the value {known}")));
         }
@@ -36,7 +36,7 @@ pub(super) fn read(value: &Value) -> Result<Manifest, Vec<Problem>> {
         (Some(value), None) if value > HIGHEST_OWN => {
             problems.push(Problem::new(
                 "value",
-                format!("must not exceed {HIGHEST_OWN}; more is for the system"),
+                format!("must not exceed {HIGHEST_OWN}; higher values are reserved for the system"),
             ));
         }
         _ => {}
@@ -56,13 +56,13 @@ pub(super) fn preemption_policy(path: &str, policy: Option<&str>) -> Option<Prob
         .then(|| Problem::new(path, "must be PreemptLowerPriority or Never"))
 }
 
-/// The classes that pods may refer to.
+/// Priority classes by name.
 #[derive(Debug, Default)]
 pub(super) struct Classes<'a> {
     by_name: BTreeMap<&'a str, &'a PriorityClass>,
 }
 
-/// What a class gives to a pod.
+/// A pod's priority and preemption policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Priority {
     class: Option<String>,
@@ -70,7 +70,7 @@ pub(super) struct Priority {
     preemption_policy: Option<String>,
 }
 
-/// What a manifest says of its pod where a class may say something else.
+/// A manifest's values of the fields that a class may set, too.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Written {
     priority: Option<i32>,
@@ -80,7 +80,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// That of a pod as it was read.
+    /// Returns the values of a pod as read.
     pub(super) fn of(pod: &Pod) -> Self {
         let Some(spec) = &pod.spec else { return Self::default() };
         Self {
@@ -91,7 +91,7 @@ impl Written {
         }
     }
 
-    /// Writes it into the pod again.
+    /// Restores the values in the pod.
     pub(super) fn apply_to(&self, pod: &mut Pod) {
         let spec = pod.spec.get_or_insert_default();
         spec.priority = self.priority;
@@ -107,19 +107,19 @@ impl<'a> Classes<'a> {
         self.by_name.insert(class.metadata.name.as_deref().unwrap_or_default(), class);
     }
 
-    /// The priority of a pod; a sentence where its class isn't there.
+    /// Returns the priority of a pod, or an error message if its class is missing.
     pub(super) fn resolve(&self, pod: &Written) -> Result<Priority, String> {
         let written = pod.priority;
         let class = pod.class.as_deref().filter(|name| !name.is_empty());
         let resolved = match class {
             Some(name) => self.named(name)?,
-            // A priority without a class is taken as it is: no admission has put it there.
+            // A priority without a class counts as written: no admission has set it.
             None if written.is_some() => Priority { class: None, value: 0, preemption_policy: None },
-            None => self.of_nobody(),
+            None => self.default_priority(),
         };
         match written {
             Some(value) if class.is_some() && value != resolved.value => Err(format!(
-                "spec.priority: is {value}, but the class {} gives {}; take it out",
+                "spec.priority: is {value}, but the class {} has {}; remove it",
                 resolved.class.unwrap_or_default(),
                 resolved.value
             )),
@@ -135,15 +135,16 @@ impl<'a> Classes<'a> {
             (Some(value), _) => Ok(Priority { class: Some(name.to_owned()), value, preemption_policy: None }),
             (None, Some(class)) => Ok(of_class(class)),
             (None, None) => Err(format!(
-                "spec.priorityClassName: there is no PriorityClass {}; put its manifest beside this one, or use \
+                "spec.priorityClassName: PriorityClass {} not found; add its manifest to the folder, or use \
                  system-node-critical or system-cluster-critical",
                 names::quoted(name)
             )),
         }
     }
 
-    /// The class for pods that name none: of several, the one with the lowest value, as in the API server.
-    fn of_nobody(&self) -> Priority {
+    /// Returns the priority of pods without a class: of several default classes, the lowest value, as in the
+    /// API server.
+    fn default_priority(&self) -> Priority {
         let defaults = self.by_name.values().filter(|class| class.global_default == Some(true));
         match defaults.min_by_key(|class| class.value) {
             Some(class) => of_class(class),
@@ -208,14 +209,14 @@ mod tests {
         check(&[], &json!({"priorityClassName": ""}), Ok(0));
         check(&[], &json!({"priorityClassName": "system-node-critical"}), Ok(2_000_001_000));
         check(&[], &json!({"priorityClassName": "system-cluster-critical"}), Ok(2_000_000_000));
-        check(&[], &json!({"priorityClassName": "high"}), Err("there is no PriorityClass \"high\""));
+        check(&[], &json!({"priorityClassName": "high"}), Err("PriorityClass \"high\" not found"));
         check(&classes, &json!({"priorityClassName": "high"}), Ok(1000));
         check(&classes, &json!({}), Ok(5));
         check(&classes, &json!({"priority": 9}), Ok(9));
         check(
             &classes,
             &json!({"priority": 9, "priorityClassName": "high"}),
-            Err("is 9, but the class high gives 1000"),
+            Err("is 9, but the class high has 1000"),
         );
         check(&classes, &json!({"priority": 1000, "priorityClassName": "high"}), Ok(1000));
     }
@@ -241,7 +242,7 @@ mod tests {
         );
         check_read(&json!({"metadata": {"name": "system-mine"}, "value": 1}), Some("are reserved"));
         check_read(&json!({"metadata": {"name": "high"}, "value": 1_000_000_001}), Some("must not exceed"));
-        check_read(&json!({"metadata": {"name": "high"}}), Some("value: must be there"));
+        check_read(&json!({"metadata": {"name": "high"}}), Some("value: must be set"));
         check_read(
             &json!({"metadata": {"name": "High"}, "value": 1}),
             Some("metadata.name: \"High\" is not a name"),

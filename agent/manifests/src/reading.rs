@@ -1,4 +1,4 @@
-//! What files hold, read: one, or all of a folder's, on as many threads as there are CPUs. Pure.
+//! Parses the contents of one file, or of all files of a folder on as many threads as there are CPUs. Pure.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,22 +11,22 @@ use super::file::{Content, Digest};
 use super::{Manifest, read};
 use beelet_codec::error::ManifestError;
 
-/// So few files are read sooner than a thread begins.
+/// Number of files below which an additional thread does not pay off.
 const FILES_PER_THREAD: usize = 16;
 
-/// What a file holds.
+/// The parsed content of a file.
 #[derive(Debug)]
 pub(super) struct Reading {
-    /// Of the bytes; None where they couldn't be read.
+    /// Digest of the bytes; None if unreadable.
     pub(super) digest: Option<Digest>,
-    /// When the bytes were last changed.
+    /// Modification time of the bytes.
     pub(super) modified: Option<SystemTime>,
-    /// None if the bytes are those that were known.
+    /// The manifest; None if the bytes are unchanged.
     pub(super) manifest: Option<Result<Manifest, ManifestError>>,
 }
 
 impl Reading {
-    /// Reads the file at `path`, unless its bytes have the digest that is `known`.
+    /// Parses the content of the file at `path`, unless its digest is `known`.
     pub(super) fn of(path: &Path, content: Content, known: Option<Digest>) -> Self {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match content {
@@ -43,8 +43,7 @@ impl Reading {
     }
 }
 
-/// Reads files, of which those with `known` digests were read before. An agent that starts waits for all of
-/// its pods' manifests.
+/// Parses files in parallel, except those with `known` digests. The agent's start waits for all manifests.
 pub(super) fn read_all(
     files: Vec<(PathBuf, Content)>,
     known: &BTreeMap<PathBuf, Digest>,

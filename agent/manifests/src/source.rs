@@ -1,13 +1,13 @@
-//! The folder of static pods, watched: whenever a manifest comes, changes or goes, readers get the new
-//! [`Desired`] set, within milliseconds, without polling.
+//! Watches the folder of static pods and publishes the new [`Desired`] set within milliseconds when a
+//! manifest is added, changed or removed, without polling.
 //!
-//! Events only say where to look; what is there is always read anew, and read whole again where events were
-//! lost (an overflow), the folder was replaced, and every `check_frequency` in any case. A file is read when
-//! its writing ends; one that is half written nevertheless is reported, and read again when it is closed. One
-//! that is not there is looked for again before it counts as removed: many editors move a file away before
-//! they put the new one in its place, and a pod must not end for that.
+//! Events are only hints: the files are always read again, and the whole folder after lost events (an
+//! overflow), after a replacement of the folder, and every `check_frequency`. A file is read when its writer
+//! closes it; a half-written file that is read earlier is rejected and read again at its close. A missing
+//! file is checked a second time before it counts as removed: many editors move a file away before they
+//! create the new one, and its pod must not end for that.
 //!
-//! This module must never decide what becomes of a pod, and never write into the folder.
+//! Must never decide on a pod's fate, and never write into the folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -35,23 +35,23 @@ use beelet_state::{
 
 pub use super::file::Described;
 
-/// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the
-/// old one away and making the new one; on a busy machine it may lose the CPU in between.
+/// Delay of the second check of a missing file. An editor needs some 100 us between moving the old file away
+/// and creating the new one; on a busy machine it may lose the CPU in between.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 
-/// What the manifests of a folder add up to depends on.
+/// Settings for the pods of a folder.
 #[derive(Clone, Debug, Default)]
 pub struct Rules {
-    /// Whether pods are marked as the kubelet marks static pods, which makes them critical.
+    /// True to add the kubelet's mark of static pods, which makes pods critical.
     pub critical_static_pods: bool,
-    /// Kernel settings that pods may have besides the safe ones (`allowedUnsafeSysctls`).
+    /// Kernel settings that pods may have in addition to the safe ones (`allowedUnsafeSysctls`).
     pub allowed_unsafe_sysctls: Vec<String>,
-    /// Where it is kept which file has which name.
+    /// State folder with the record of the owners of names.
     pub state: Option<Arc<State>>,
 }
 
 impl Rules {
-    /// A folder of which nothing was read yet.
+    /// Creates an unread folder.
     fn folder(&self, path: &Path, node_name: &str) -> Folder {
         let mut folder = Folder::new(path.to_owned(), node_name.to_owned(), self.critical_static_pods);
         folder.allow_sysctls(self.allowed_unsafe_sysctls.clone());
@@ -62,24 +62,24 @@ impl Rules {
     }
 }
 
-/// How the folder is watched.
+/// Options of watching a folder.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How often the folder is read whole even if nothing was told (`fileCheckFrequency`, 20 s by default).
+    /// Interval of reading the whole folder without events (`fileCheckFrequency`, 20 s by default).
     pub check_frequency: Duration,
-    /// What counts in it.
+    /// Settings for the pods.
     pub rules: Rules,
-    /// Whether a manifest that is deleted and put back ends the pod that runs by it, as under the kubelet,
-    /// also if there is nothing new in it. One that is renamed away or over never does.
+    /// True if deleting and restoring a manifest ends its running pod even with unchanged content, as in the
+    /// kubelet. Renaming never does.
     pub put_back_restarts: bool,
-    /// Records what is rejected.
+    /// Records rejected manifests.
     pub events: Recorder,
-    /// Ends the watching.
+    /// Stops the watch.
     pub cancel: CancellationToken,
 }
 
-/// The pods and objects of the manifests in the folder at `path`, read once, with `changes` made in thought:
-/// files with another text, or without one. May block.
+/// Reads the folder at `path` once and returns its pods and objects as if `changes` had been made: files with
+/// another text, or removed ones. May block.
 #[must_use]
 pub fn preview(
     path: &Path,
@@ -102,30 +102,30 @@ pub fn preview(
     (desired, folder.described())
 }
 
-/// The manifests of a folder (or of one file), watched.
+/// Watches the manifests of a folder, or a single file.
 pub struct ManifestSource {
     path: PathBuf,
     folder: Folder,
     watcher: Option<Watcher>,
     watch_failed: Option<String>,
-    /// Files, or the folder itself, that were there and are not now, and when they are looked for again.
+    /// Missing files, possibly the folder itself, with the time of the second check.
     missing: BTreeMap<PathBuf, Instant>,
     put_back_restarts: bool,
-    /// Which file has which name, for those who keep it.
+    /// Publishes the owners of names to the task that records them.
     owners: watch::Sender<Owners>,
 }
 
 impl ManifestSource {
-    /// Reads the folder at `path` and goes on watching it until `options.cancel`, or until nobody listens.
-    /// What the receiver holds at first is what was read. Never fails: what is wrong with the folder is among
-    /// the rejected, and mended without help when it is.
+    /// Reads the folder at `path` and watches it until `options.cancel`, or until all receivers are dropped.
+    /// The receiver's first value is the read folder. Never fails: a fault of the folder is among the
+    /// rejections, and disappears with its cause.
     pub async fn start(path: PathBuf, node_name: String, options: Options) -> watch::Receiver<Arc<Desired>> {
         let (desired, watching) = Self::open(path, node_name, options).await;
         tokio::spawn(watching);
         desired
     }
 
-    /// The same, with the watching as a task for the caller to run.
+    /// Like [`Self::start`], but returns the watch as a future for the caller to run.
     pub async fn open(
         path: PathBuf,
         node_name: String,
@@ -181,7 +181,7 @@ impl ManifestSource {
         }
     }
 
-    /// Watches, then reads, the whole folder.
+    /// Sets up the watches and then reads the whole folder.
     async fn read_everything(&mut self) {
         self.arm();
         let (path, known) = (self.path.clone(), self.folder.digests());
@@ -204,11 +204,11 @@ impl ManifestSource {
             let there: BTreeSet<&Path> = files.iter().map(|(path, _)| path.as_path()).collect();
             let absent = self.folder.files().filter(|file| !there.contains(file)).map(Path::to_owned);
             absent.collect::<Vec<_>>().iter().for_each(|file| self.not_there(file));
-            files.into_iter().for_each(|(path, reading)| self.take(path, reading));
+            files.into_iter().for_each(|(path, reading)| self.record(path, reading));
         }
     }
 
-    /// What is to be looked for again now.
+    /// Returns the missing files whose second check is due.
     fn missed(&self) -> Changes {
         let now = Instant::now();
         let mut changes = Changes::default();
@@ -221,7 +221,7 @@ impl ManifestSource {
         changes
     }
 
-    /// A file is not there.
+    /// Records that a file is missing.
     fn not_there(&mut self, file: &Path) {
         if !self.folder.miss(file) {
             self.missing.remove(file);
@@ -230,7 +230,7 @@ impl ManifestSource {
         }
     }
 
-    /// Returns true if a path that isn't there is gone: it wasn't there either when it was first missed.
+    /// Returns true if a missing path counts as removed: this is its second check.
     fn is_gone(&mut self, path: &Path) -> bool {
         let now = Instant::now();
         let gone = *self.missing.entry(path.to_owned()).or_insert(now + SECOND_LOOK) <= now;
@@ -240,7 +240,7 @@ impl ManifestSource {
         gone
     }
 
-    /// What the manifests add up to.
+    /// Returns the desired pods and publishes the owners of names.
     fn desired(&mut self) -> Desired {
         let desired = self.folder.desired();
         let owners = self.folder.owners();
@@ -254,11 +254,11 @@ impl ManifestSource {
         desired
     }
 
-    /// Reads the files that events named.
+    /// Reads the files of events.
     async fn read_files(&mut self, changes: Changes) {
         let folder = self.path.clone();
         if self.put_back_restarts {
-            changes.deleted.iter().for_each(|name| self.folder.note_deleted(&folder.join(name)));
+            changes.deleted.iter().for_each(|name| self.folder.record_deletion(&folder.join(name)));
         }
         let known = self.folder.digests();
         let read = tokio::task::spawn_blocking(move || {
@@ -275,22 +275,24 @@ impl ManifestSource {
         });
         match read.await {
             Ok((files, absent)) => {
-                files.into_iter().for_each(|(path, reading)| self.take(path, reading));
+                files.into_iter().for_each(|(path, reading)| self.record(path, reading));
                 absent.iter().for_each(|path| self.not_there(path));
             }
-            Err(error) => tracing::error!("cannot read the changed manifests: {error}; the next check does"),
+            Err(error) => {
+                tracing::error!("cannot read the changed manifests; retrying at the next check: {error}");
+            }
         }
     }
 
-    fn take(&mut self, path: PathBuf, reading: Reading) {
+    fn record(&mut self, path: PathBuf, reading: Reading) {
         self.missing.remove(&path);
         let now = jiff::Timestamp::now().to_string();
-        for warning in self.folder.take(path, reading, &now) {
+        for warning in self.folder.record(path, reading, &now) {
             tracing::warn!("{warning}");
         }
     }
 
-    /// Sets the watches up, or again. Without them the periodic check is all there is.
+    /// Sets up the watches, possibly again. Without watches only the periodic check finds changes.
     fn arm(&mut self) {
         let armed = match &mut self.watcher {
             Some(watcher) => watcher.arm(&self.path),
@@ -303,7 +305,7 @@ impl ManifestSource {
         let failed = armed.err().map(|error| error.to_string());
         if let Some(why) = failed.as_ref().filter(|why| self.watch_failed.as_ref() != Some(*why)) {
             tracing::warn!(
-                "cannot watch {} ({why}); its manifests are only looked at every fileCheckFrequency (is \
+                "cannot watch {} ({why}); reading its manifests only every `fileCheckFrequency` (is \
                  fs.inotify.max_user_instances or max_user_watches reached?)",
                 self.path.display()
             );
@@ -312,7 +314,7 @@ impl ManifestSource {
     }
 }
 
-/// Waits for that instant; for ever where there is none.
+/// Waits for an instant, or forever without one.
 async fn until(instant: Option<Instant>) {
     match instant {
         Some(instant) => tokio::time::sleep_until(instant).await,
@@ -320,20 +322,21 @@ async fn until(instant: Option<Instant>) {
     }
 }
 
-/// The next changes; never any without watches. Watches that fail are dropped, and set up again at once.
+/// Returns the next changes; never returns without watches. Drops failed watches, which are set up again at
+/// once.
 async fn next_changes(watcher: &mut Option<Watcher>) -> Changes {
     let Some(watching) = watcher else { return std::future::pending().await };
     match watching.next().await {
         Ok(changes) => changes,
         Err(error) => {
-            tracing::warn!("cannot read inotify events: {error}; watching anew");
+            tracing::warn!("cannot read inotify events; setting up the watches again: {error}");
             *watcher = None;
             Changes { everything: true, ..Changes::default() }
         }
     }
 }
 
-/// Reports, once each, what is rejected and what no longer is: to the log, and as events of the node.
+/// Reports each new and each ended rejection once, to the log and as an event of the node.
 fn report_changes(events: &Recorder, node: &Object, before: &Desired, after: &Desired) {
     for rejected in after.rejected.iter().filter(|rejected| !before.rejected.contains(rejected)) {
         for reason in rejected.reasons() {
@@ -352,7 +355,7 @@ fn report_changes(events: &Recorder, node: &Object, before: &Desired, after: &De
     }
 }
 
-/// A look at the whole folder.
+/// Result of reading the whole folder.
 struct Scan {
     standing: FolderState,
     files: Vec<(PathBuf, Content)>,
@@ -368,7 +371,7 @@ fn scan(path: &Path) -> Scan {
     };
     match fs::metadata(path) {
         Err(error) => return failed(&error),
-        // One file instead of a folder, as the kubelet has it too.
+        // A single file instead of a folder, as in the kubelet.
         Ok(metadata) if !metadata.is_dir() => {
             let files = read_file(path).map(|content| (path.to_owned(), content)).into_iter().collect();
             return Scan { standing: FolderState::Read, files };
@@ -387,29 +390,29 @@ fn scan(path: &Path) -> Scan {
                 files.extend(read_file(&path).map(|content| (path, content)));
             }
             Ok(_) => {}
-            // Half a folder must not pass for the whole.
+            // A partly read folder must not count as the whole.
             Err(error) => return failed(&error),
         }
     }
     Scan { standing: FolderState::Read, files }
 }
 
-/// Returns true if a file with a new name is not just being made: a link to one that was there before.
+/// Returns true if a created file is already complete, i.e. a link to an existing file.
 fn is_complete(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink() || metadata.nlink() > 1)
 }
 
-/// What is in a file; None where there is none, or a folder.
+/// Reads a file; None if it is missing or a folder.
 fn read_file(path: &Path) -> Option<Content> {
     let unreadable = |why: String| Some(Content::Unreadable(why));
-    // Without waiting: a named pipe must not hold up the others.
+    // Non-blocking: a named pipe must not delay other files.
     let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY;
     let flags = i32::try_from(flags.bits()).unwrap_or_default();
     let mut file = match fs::OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let dangling = fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink());
-            return dangling.then(|| Content::Unreadable("is a link that leads to nothing".to_owned()));
+            return dangling.then(|| Content::Unreadable("is a dangling symlink".to_owned()));
         }
         Err(error) => return unreadable(format!("cannot be opened ({error})")),
     };
@@ -425,7 +428,7 @@ fn read_file(path: &Path) -> Option<Content> {
     let mut bytes = Vec::new();
     match file.by_ref().take(most as u64 + 1).read_to_end(&mut bytes) {
         Ok(read) if read > most => {
-            unreadable(format!("has more than {most} bytes, the most that a manifest may have"))
+            unreadable(format!("has more than {most} bytes, the maximum size of a manifest"))
         }
         Ok(_) => Some(Content::Bytes(bytes, modified)),
         Err(error) => unreadable(format!("cannot be read ({error})")),
@@ -449,7 +452,7 @@ mod tests {
     }
 
     impl Watched {
-        /// A folder with the pod `web` in `a.yaml`, watched; what was read is seen.
+        /// Returns a watched folder with the pod `web` in `a.yaml`, marked as seen.
         async fn with_a_pod() -> Self {
             Self::with(false).await
         }
@@ -476,13 +479,13 @@ mod tests {
             self.folder.path().join("manifests").join(name)
         }
 
-        /// Half the time after which a missing file is looked for again. The clock goes on only when all that
-        /// the kernel told has been heard.
+        /// Advances the clock by half the delay of a second check, after handling all pending events of the
+        /// kernel.
         async fn half_a_look(&self) {
             tokio::time::sleep(SECOND_LOOK / 2).await;
         }
 
-        /// Long after all that was missed was looked for again.
+        /// Advances the clock until long after all second checks.
         async fn settle(&self) {
             tokio::time::sleep(SECOND_LOOK * 10).await;
         }
@@ -507,7 +510,7 @@ mod tests {
         fs::write(watched.file("a.yaml"), pod("# only a comment\n")).unwrap();
         watched.settle().await;
         assert!(!watched.has_changed(), "{:?}", watched.desired.borrow());
-        // Deleted and made again, as install(1) does it.
+        // Deleted and created again, as install(1) does.
         fs::remove_file(watched.file("a.yaml")).unwrap();
         watched.half_a_look().await;
         fs::write(watched.file("a.yaml"), pod("")).unwrap();

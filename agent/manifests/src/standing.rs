@@ -7,11 +7,11 @@ use beelet_model::table::RejectedManifest;
 /// The result of reading the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FolderState {
-    /// It was read.
+    /// The folder was read.
     Read,
-    /// It isn't there.
+    /// The folder does not exist.
     Missing,
-    /// It's there but can't be read: a sentence that says why.
+    /// The folder can't be read; with the cause.
     Unreadable(String),
 }
 
@@ -35,12 +35,12 @@ impl Standing {
         self.state = state;
     }
 
-    /// The result of the last reading.
+    /// Returns the result of the last reading.
     pub(super) fn state(&self) -> &FolderState {
         &self.state
     }
 
-    /// Returns true if it is unknown which files the folder has.
+    /// Returns true if the folder's files are unknown.
     pub(super) fn is_unread(&self) -> bool {
         match self.state {
             FolderState::Read => false,
@@ -49,18 +49,20 @@ impl Standing {
         }
     }
 
-    /// The complaint about the folder at `path`, if it was not read.
+    /// Returns the rejection of the folder at `path`, if it was not read.
     pub(super) fn complaint(&self, path: &Path) -> Option<RejectedManifest> {
         let shown = path.display();
         let message = match (&self.state, self.was_read) {
             (FolderState::Read, _) => return None,
             (FolderState::Missing, false) => {
-                format!("{shown}: the folder of static pods is not there; create it, or set staticPodPath")
+                format!(
+                    "{shown}: the folder of static pods does not exist; create it, or set `staticPodPath`"
+                )
             }
             (FolderState::Missing, true) => {
-                format!("{shown}: the folder of static pods was taken away; its pods are stopped")
+                format!("{shown}: the folder of static pods was removed; its pods are terminated")
             }
-            (FolderState::Unreadable(why), _) => format!("{shown}: {why}; what runs goes on as it is"),
+            (FolderState::Unreadable(why), _) => format!("{shown}: {why}; its running pods stay"),
         };
         Some(RejectedManifest { file: path.to_owned(), message })
     }

@@ -1,4 +1,4 @@
-//! Manifests in, pods or sentences out: one line per case.
+//! Tests of manifests and their pods or messages, one line per case.
 
 mod validity;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::*;
 use beelet_codec::error::ManifestError;
 
-/// A valid pod; `%` stands for what a case adds to its container, `@` to its spec.
+/// A valid pod; `%` stands for a case's additions to its container, `@` to its spec.
 const POD: &str = "\
 apiVersion: v1
 kind: Pod
@@ -47,12 +47,12 @@ fn check_text(text: &str, expected: &str) {
     assert!(error.contains(expected), "{text}\nsays: {error}\nnot:  {expected}");
 }
 
-/// The whole error of a pod whose container has these lines.
+/// Checks the whole error of a pod whose container has these lines.
 fn check_container(lines: &str, expected: &str) {
     assert_eq!(error_of(&with_container(lines)).to_string(), format!("web.yaml:{expected}"), "{lines}");
 }
 
-/// The whole error of a pod whose spec has these lines.
+/// Checks the whole error of a pod whose spec has these lines.
 fn check_spec(lines: &str, expected: &str) {
     assert_eq!(error_of(&with_spec(lines)).to_string(), format!("web.yaml:{expected}"), "{lines}");
 }
@@ -72,17 +72,17 @@ fn a_file_holds_one_pod() {
         "web.yaml:1:1: a manifest is a v1 Pod (or a v1 ConfigMap or Secret, a scheduling.k8s.io/v1 PriorityClass, a node.k8s.io/v1 RuntimeClass), a mapping; this is a string",
     );
     check_text("[]", "a mapping; this is a list");
-    check_text("spec: {}", "web.yaml:1:1: kind: must be there and be a string");
-    check_text("kind: Pod", "web.yaml:1:1: apiVersion: must be there and be a string");
-    check_text("apiVersion: 1\nkind: Pod", "web.yaml:1:13: apiVersion: must be there and be a string");
-    check_text("apiVersion: v2\nkind: Pod", "web.yaml:1:13: apiVersion: \"v2\" is not known for this kind");
+    check_text("spec: {}", "web.yaml:1:1: kind: must be set to a string");
+    check_text("kind: Pod", "web.yaml:1:1: apiVersion: must be set to a string");
+    check_text("apiVersion: 1\nkind: Pod", "web.yaml:1:13: apiVersion: must be set to a string");
+    check_text("apiVersion: v2\nkind: Pod", "web.yaml:1:13: apiVersion: \"v2\" is unknown for this kind");
     check_text(
         "apiVersion: v1\nkind: List\nitems: []",
-        "web.yaml:2:7: kind: one pod per file: split the list",
+        "web.yaml:2:7: kind: lists are not supported; split the list",
     );
     check_text(
         "apiVersion: apps/v1\nkind: Deployment",
-        "web.yaml:2:7: kind: \"Deployment\" is not a kind that a node runs",
+        "web.yaml:2:7: kind: \"Deployment\" is not supported: a manifest is",
     );
     check_text(
         "apiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Pod",
@@ -90,7 +90,7 @@ fn a_file_holds_one_pod() {
     );
     check_text(
         "apiVersion: v1\nkind: Pod",
-        "web.yaml:1:1: metadata.name: must be there\nweb.yaml:1:1: spec: must be there",
+        "web.yaml:1:1: metadata.name: must be set\nweb.yaml:1:1: spec: must be set",
     );
 }
 
@@ -144,7 +144,7 @@ fn a_bad_quantity_is_named_with_its_place() {
     );
     check_container(
         "resources: {limits: {cpu: 1, hugepages-2Mi: 3Mi}}",
-        "8:49: spec.containers[0].resources.limits.hugepages-2Mi: 3Mi is not a number of whole pages, as the resource's name has them",
+        "8:49: spec.containers[0].resources.limits.hugepages-2Mi: 3Mi is not a multiple of the page size in the resource's name",
     );
     check_container(
         "resources:\n  limits:\n    example.com/gpu: 500m",
@@ -152,11 +152,11 @@ fn a_bad_quantity_is_named_with_its_place() {
     );
     check_container(
         "resources: {requests: {example.com/gpu: 1}, limits: {example.com/gpu: 2}}",
-        "8:75: spec.containers[0].resources.limits[\"example.com/gpu\"]: is not the same as the request: devices aren't overcommitted",
+        "8:75: spec.containers[0].resources.limits[\"example.com/gpu\"]: must equal the request: devices aren't overcommitted",
     );
     check_container(
         "resources:\n  requests:\n    example.com/gpu: 1",
-        "8:5: spec.containers[0].resources.limits[\"example.com/gpu\"]: must be there, the same as the request: devices aren't overcommitted",
+        "8:5: spec.containers[0].resources.limits[\"example.com/gpu\"]: must be set and equal the request: devices aren't overcommitted",
     );
 }
 
@@ -221,7 +221,7 @@ fn all_errors_come_at_once_in_the_order_of_the_file() {
 fn type_errors_come_all_at_once_too() {
     let error = error_of(&with_container("stdin: 1\ntty: 2\nargs: 3\ncommand: [4, 5]")).to_string();
     assert_eq!(error.lines().count(), 4, "{error}");
-    // A misspelt field has no effect beside right ones. Beside a wrong one it is told with it.
+    // A misspelled field alone has no effect. Together with an invalid one, both are reported.
     let error = error_of(&with_container("stdin: 1\nstdinOnse: true")).to_string();
     assert_eq!(error.lines().count(), 2, "{error}");
     assert!(error.contains("spec.containers[0].stdinOnse: there is no such field"), "{error}");

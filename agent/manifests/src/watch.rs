@@ -1,5 +1,5 @@
-//! The kernel's inotify events to what has to be read again. Reading events is [`Watcher`]'s; what they mean
-//! is pure, so that an overflow can be tested without causing one.
+//! Maps the kernel's inotify events to the files to read again. [`Watcher`] reads events; their
+//! interpretation is pure, so that tests need not cause an overflow.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -9,39 +9,39 @@ use std::path::{Path, PathBuf};
 use futures::{FutureExt, StreamExt};
 use inotify::{EventMask, EventStream, Inotify, WatchDescriptor, WatchMask};
 
-/// Most events taken in one go before their files are read.
+/// Maximum number of events handled at once before their files are read.
 const BATCH: usize = 10_000;
 
-/// Bytes of events read from the kernel at once.
+/// Size of the buffer for events, in bytes.
 const BUFFER: usize = 64 << 10;
 
-/// Which watch an event came from.
+/// The watch of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum From<'a> {
-    /// The folder's.
+    /// The folder's watch.
     Folder,
-    /// That of the nearest folder above that exists; the name is the one that leads down to ours.
+    /// The watch of the nearest existing ancestor, with the name of the entry that leads to the folder.
     Above(&'a OsStr),
-    /// None that is still wanted (also: the kernel's own, without a watch).
+    /// An obsolete watch, or none (an event of the kernel itself).
     Elsewhere,
 }
 
-/// What an event asks for.
+/// Effect of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change<'a> {
-    /// Nothing.
+    /// No effect.
     Nothing,
-    /// This file may be another, or gone.
+    /// This file may have changed or been removed.
     File(&'a OsStr),
-    /// This file was deleted. Another may have its name by now.
+    /// This file was deleted. Another file may have its name by now.
     Deleted(&'a OsStr),
-    /// This file has a new name. If it is only just being written, its end of writing will be told.
+    /// This file was created. If it is still being written, a later event reports its close.
     Created(&'a OsStr),
-    /// Anything may be different.
+    /// Any file may have changed.
     Everything,
 }
 
-/// What an event means.
+/// Interprets an event.
 pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr>) -> Change<'a> {
     if mask.contains(EventMask::Q_OVERFLOW) {
         return Change::Everything;
@@ -61,9 +61,9 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
     }
 }
 
-/// Returns true if a file of that name may be a manifest. The kubelet reads every file whose name doesn't
-/// begin with a dot, so a manifest may be called anything here too; but what editors, `sed -i` and package
-/// managers leave beside the real one, and what is written for people, is none.
+/// Returns true if a file of this name may be a manifest. Like the kubelet, accepts every file whose name
+/// doesn't begin with a dot, except for documentation and for files that editors, `sed -i` and package
+/// managers leave behind.
 pub(super) fn is_manifest_name(name: &OsStr) -> bool {
     const NO_MANIFESTS: [&str; 25] = [
         "~",
@@ -93,7 +93,7 @@ pub(super) fn is_manifest_name(name: &OsStr) -> bool {
         ".rpmsave",
     ];
     let name = name.to_string_lossy();
-    // vim writes a file "4913" to see whether it may; emacs locks with ".#x" and saves to "#x#".
+    // vim writes a file "4913" to test its permissions; emacs locks with ".#x" and saves to "#x#".
     !(name.starts_with('.')
         || name.starts_with('#')
         || name == "4913"
@@ -102,8 +102,8 @@ pub(super) fn is_manifest_name(name: &OsStr) -> bool {
         || NO_MANIFESTS.iter().any(|end| name.ends_with(end)))
 }
 
-/// `sed -i` writes to "sed" and six characters of mkstemp(3), and renames that. Nearly all such names have a
-/// capital or a digit in them; a word such as "sedentary" has not, and may be a manifest.
+/// Returns true for a temporary file of `sed -i`: "sed" and six characters of mkstemp(3). Nearly all of these
+/// names contain a capital or a digit; a word such as "sedentary" does not, and may be a manifest.
 fn is_of_sed(name: &str) -> bool {
     let made_up = name.strip_prefix("sed").unwrap_or_default();
     made_up.len() == 6
@@ -111,20 +111,20 @@ fn is_of_sed(name: &str) -> bool {
         && !made_up.bytes().all(|byte| byte.is_ascii_lowercase())
 }
 
-/// What a batch of events asks for.
+/// Effect of a batch of events.
 #[derive(Debug, Default)]
 pub(super) struct Changes {
-    /// Read the whole folder again.
+    /// True to read the whole folder again.
     pub(super) everything: bool,
-    /// Files that may be different.
+    /// Files that may have changed.
     pub(super) files: BTreeSet<OsString>,
-    /// Files of which only those count that aren't being written.
+    /// Created files, to read unless they are still being written.
     pub(super) created: BTreeSet<OsString>,
-    /// Files that were deleted; they are among `files` too.
+    /// Deleted files, which are also in `files`.
     pub(super) deleted: BTreeSet<OsString>,
 }
 
-/// The watches on a folder and on what leads to it.
+/// Watches of a folder and of its nearest existing ancestor.
 pub(super) struct Watcher {
     events: EventStream<Vec<u8>>,
     folder: Option<WatchDescriptor>,
@@ -137,16 +137,16 @@ impl Watcher {
         Ok(Watcher { events, folder: None, above: None })
     }
 
-    /// Watches `path`, a folder or a file, whatever has become of it. Cheap where nothing has changed. What
-    /// changes after this is told; so watch first, then read.
+    /// Watches `path`, a folder or a file, even if it was replaced or is missing. Cheap without a change.
+    /// Later changes cause events, so callers arm the watches before they read.
     pub(super) fn arm(&mut self, path: &Path) -> io::Result<()> {
-        // Twice is enough if the way to the folder grows while it is looked for; the periodic check does the
-        // rest.
+        // Two rounds suffice if ancestors are created meanwhile; otherwise the periodic check finds the
+        // change.
         for _ in 0..2 {
             let (above, way) = nearest_above(path);
             let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE | WatchMask::ATTRIB;
             let selves = WatchMask::DELETE_SELF | WatchMask::MOVE_SELF | WatchMask::ONLYDIR;
-            // A file instead of a folder is seen from above, where the end of its writing must count.
+            // The ancestor's watch covers a file instead of a folder, so it must include the end of writing.
             let descriptor = self.events.watches().add(&above, mask | selves | WatchMask::CLOSE_WRITE)?;
             self.forget(self.above.as_ref().map(|(old, _)| old.clone()), &descriptor);
             self.above = Some((descriptor, way));
@@ -170,15 +170,15 @@ impl Watcher {
         }
     }
 
-    /// Removes an old watch that another has taken the place of.
+    /// Removes a replaced watch.
     fn forget(&self, old: Option<WatchDescriptor>, new: &WatchDescriptor) {
         if let Some(old) = old.filter(|old| old != new) {
-            // It fails where the kernel has dropped the watch by itself: its folder is gone.
+            // The removal fails if the kernel has dropped the watch together with its deleted folder.
             let _ = self.events.watches().remove(old);
         }
     }
 
-    /// Waits for events, and takes all that are there.
+    /// Waits for events and returns the effect of all pending ones.
     pub(super) async fn next(&mut self) -> io::Result<Changes> {
         let mut changes = Changes::default();
         let mut next = self.events.next().await;
@@ -219,7 +219,7 @@ impl Watcher {
     }
 }
 
-/// The nearest folder above `path` that exists, and the name in it that leads to `path`.
+/// Returns the nearest existing ancestor folder of `path`, and the name of its entry that leads to `path`.
 fn nearest_above(path: &Path) -> (PathBuf, OsString) {
     let mut way = path;
     loop {

@@ -128,7 +128,7 @@ impl PodTable {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
     /// No pod has this name.
-    #[error("there is no pod {0:?}; `beelet get pods` shows all")]
+    #[error("pod {0:?} not found; `beelet get pods` lists all pods")]
     NoPod(String),
     /// Several pods match.
     #[error("{name:?} may be {first} or {second}: say which by --namespace")]
@@ -274,8 +274,8 @@ mod tests {
             assert_eq!(rejected.reasons(), expected);
         };
         check(
-            "web.yaml:3:1: metadata.name: must be there\nweb.yaml: and 3 more",
-            &["/m/web.yaml:3:1: metadata.name: must be there", "/m/web.yaml: and 3 more"],
+            "web.yaml:3:1: metadata.name: must be set\nweb.yaml: and 3 more",
+            &["/m/web.yaml:3:1: metadata.name: must be set", "/m/web.yaml: and 3 more"],
         );
         check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
         check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
@@ -362,7 +362,7 @@ mod tests {
         check("", "db", Ok("a/db"));
         check("", "db-n1", Ok("a/db-n1"));
         check("", "x-n1", Ok("a/x-n1-n1"));
-        check("b", "db", Err("there is no pod \"db\""));
-        check("", "w", Err("there is no pod"));
+        check("b", "db", Err("pod \"db\" not found"));
+        check("", "w", Err("pod \"w\" not found"));
     }
 }

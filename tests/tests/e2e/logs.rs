@@ -84,7 +84,7 @@ fn logs_are_followed_to_the_containers_end_and_those_of_the_one_before_are_kept(
     let (_, timed, _) = node.cli(&["logs", "web", "--timestamps"]);
     assert!(timed.starts_with("20") && timed.ends_with(" start\n"), "{timed}");
     let (code, _, error) = node.cli(&["logs", "none"]);
-    assert!(code == Some(1) && error.contains("there is no pod \"none\""), "{error}");
+    assert!(code == Some(1) && error.contains("pod \"none\" not found"), "{error}");
 }
 
 #[test]

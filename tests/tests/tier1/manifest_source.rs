@@ -297,7 +297,7 @@ async fn a_missing_folder_is_reported_and_watched_for() {
     let desired = watched.now();
     assert!(desired.folder_unread && !desired.may_remove(None));
     assert!(
-        rejected(&desired)[0].contains("the folder of static pods is not there"),
+        rejected(&desired)[0].contains("the folder of static pods does not exist"),
         "{:?}",
         rejected(&desired)
     );

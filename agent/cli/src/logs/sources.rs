@@ -130,6 +130,6 @@ mod tests {
         let choice = Choice { namespace: "default", containers: Containers::Named("x"), ..choice };
         assert!(choice.of(&table).unwrap_err().to_string().contains("no container \"x\""));
         let choice = Choice { pod: Some("none"), ..choice };
-        assert!(choice.of(&table).unwrap_err().to_string().contains("there is no pod \"none\""));
+        assert!(choice.of(&table).unwrap_err().to_string().contains("pod \"none\" not found"));
     }
 }

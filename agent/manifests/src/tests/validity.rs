@@ -30,15 +30,15 @@ fn names_are_checked() {
     );
     check_text(
         &with_container("").replace("name: main", "x: y"),
-        "web.yaml:6:5: spec.containers[0].name: must be there",
+        "web.yaml:6:5: spec.containers[0].name: must be set",
     );
     check_text(
         &with_container("").replace("image: busybox:1.36", "tty: true"),
-        "web.yaml:6:5: spec.containers[0].image: must be there",
+        "web.yaml:6:5: spec.containers[0].image: must be set",
     );
     check_text(
         &with_container("").replace("busybox:1.36", "\"bad image\""),
-        "spec.containers[0].image: \"bad image\" has blanks in it",
+        "spec.containers[0].image: \"bad image\" contains blanks",
     );
     check_spec(
         "initContainers: [{name: main, image: x}]",
@@ -96,19 +96,19 @@ fn ports_are_checked() {
 fn probes_are_checked() {
     check_container(
         "readinessProbe: {}",
-        "8:5: spec.containers[0].readinessProbe: must say how to probe: tcpSocket or httpGet",
+        "8:5: spec.containers[0].readinessProbe: must have one of exec, grpc, httpGet or tcpSocket",
     );
     check_container(
         "readinessProbe: {tcpSocket: {port: 80}, httpGet: {port: 80}}",
-        "8:5: spec.containers[0].readinessProbe: must have one way to probe only",
+        "8:5: spec.containers[0].readinessProbe: must have only one of exec, grpc, httpGet or tcpSocket",
     );
     check_container(
         "readinessProbe: {tcpSocket: {}}",
-        "8:22: spec.containers[0].readinessProbe.tcpSocket.port: must be there: a number from 1 to 65535, or a port's name",
+        "8:22: spec.containers[0].readinessProbe.tcpSocket.port: must be set to a number from 1 to 65535, or a port's name",
     );
     check_container(
         "readinessProbe: {tcpSocket: {port: http}}",
-        "8:40: spec.containers[0].readinessProbe.tcpSocket.port: the container has no port of the name \"http\"",
+        "8:40: spec.containers[0].readinessProbe.tcpSocket.port: the container has no port \"http\"",
     );
     check_container(
         "readinessProbe: {tcpSocket: {port: 70000}}",
@@ -124,7 +124,7 @@ fn probes_are_checked() {
     );
     check_container(
         "readinessProbe: {tcpSocket: {port: 80}, terminationGracePeriodSeconds: 5}",
-        "8:76: spec.containers[0].readinessProbe.terminationGracePeriodSeconds: is not for readiness probes: they stop nothing",
+        "8:76: spec.containers[0].readinessProbe.terminationGracePeriodSeconds: can't be set in a readiness probe, which stops no container",
     );
     check_container(
         "livenessProbe: {httpGet: {port: 80, httpHeaders: [{name: 'a b', value: c}]}}",
@@ -170,7 +170,7 @@ fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
     check_accepted(&with_spec("resources: {limits: {cpu: '2', memory: 1Gi}}"));
     check_spec(
         "resources: {limits: {cpu: '2', example.com/gpu: '1'}}",
-        "5:51: spec.resources.limits[\"example.com/gpu\"]: can't be had for a pod as a whole: cpu and memory can",
+        "5:51: spec.resources.limits[\"example.com/gpu\"]: is not a pod-level resource; cpu and memory are",
     );
     check_spec(
         "resources: {requests: {cpu: '3'}, limits: {cpu: '2'}}",
@@ -178,7 +178,7 @@ fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
     );
     check_spec(
         "resources: {requests: {cpu: '1'}}\ninitContainers: [{name: i, image: x, resources: {requests: {cpu: '2'}}}]",
-        "5:31: spec.resources.requests.cpu: 1 is less than the 2 that its containers request together",
+        "5:31: spec.resources.requests.cpu: 1 is less than 2, the sum of its containers' requests",
     );
     check_accepted(&with_spec("resources: {limits: {cpu: '1', hugepages-2Mi: 2Mi}}"));
 }
@@ -187,11 +187,11 @@ fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
 fn a_stop_signal_is_one_of_the_pods_operating_system() {
     check_container(
         "lifecycle: {stopSignal: SIGINT}",
-        "8:29: spec.containers[0].lifecycle.stopSignal: needs os.name of the pod: signals are an operating system's",
+        "8:29: spec.containers[0].lifecycle.stopSignal: needs the pod's os.name, since signals depend on the operating system",
     );
     check_spec(
         "os: {name: linux}\ninitContainers: [{name: i, image: x, restartPolicy: Always, lifecycle: {stopSignal: INT}}]",
-        "6:87: spec.initContainers[0].lifecycle.stopSignal: is no signal of Linux (SIGTERM, SIGUSR1, SIGRTMIN+3, ...)",
+        "6:87: spec.initContainers[0].lifecycle.stopSignal: unknown signal; use e.g. SIGTERM, SIGUSR1 or SIGRTMIN+3",
     );
     check_accepted(&with_spec(
         "os: {name: linux}\ninitContainers: [{name: i, image: 'x:1', restartPolicy: Always, lifecycle: {stopSignal: SIGRTMIN+3}}]",
@@ -220,18 +220,18 @@ fn a_static_pod_refers_to_nothing_in_an_api_server() {
 
 #[test]
 fn variables_and_mounts_are_checked() {
-    check_container("env: [{value: x}]", "8:11: spec.containers[0].env[0].name: must be there");
+    check_container("env: [{value: x}]", "8:11: spec.containers[0].env[0].name: must be set");
     check_container(
         "env: [{name: a=b}]",
         "8:18: spec.containers[0].env[0].name: \"a=b\" is not a variable's name: printable ASCII without '='",
     );
     check_container(
         "env: [{name: A, valueFrom: {}}]",
-        "8:21: spec.containers[0].env[0].valueFrom: must have exactly one source, such as fieldRef",
+        "8:21: spec.containers[0].env[0].valueFrom: must have exactly one source, e.g. fieldRef",
     );
     check_text(
         &with_container("env: [{name: A, valueFrom: {fieldRef: {fieldPath: spec.color}}}]"),
-        "fieldRef.fieldPath: \"spec.color\" is not a field that a variable can show",
+        "fieldRef.fieldPath: \"spec.color\" is not supported in a variable",
     );
     check_accepted(&with_container(
         "env: [{name: A, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['a']\"}}}, {name: B, value: $(A)}]",
@@ -244,10 +244,10 @@ fn variables_and_mounts_are_checked() {
         with_container(&format!("volumeMounts: [{mounts}]"))
             .replace("spec:\n", "spec:\n  volumes: [{name: a}]\n")
     };
-    check_text(&mounted("{name: a}"), "volumeMounts[0].mountPath: must be there");
+    check_text(&mounted("{name: a}"), "volumeMounts[0].mountPath: must be set");
     check_text(
         &mounted("{name: a, mountPath: \"/a\\0b\"}"),
-        "mountPath: \"/a\\0b\" must not have a zero byte in it",
+        "mountPath: \"/a\\0b\" must not contain a zero byte",
     );
     // ValidateVolumeMounts has no rule against these, and folders of registries' certificates have colons.
     check_accepted(&mounted("{name: a, mountPath: \"/etc/containers/certs.d/registry.local:5000\"}"));
@@ -264,7 +264,7 @@ fn variables_and_mounts_are_checked() {
     );
     check_text(
         &mounted("{name: a, mountPath: /a, mountPropagation: Bidirectional}"),
-        "mountPropagation: Bidirectional is for privileged containers only",
+        "mountPropagation: Bidirectional needs a privileged container",
     );
     check_spec(
         "volumes: [{name: a, hostPath: {path: b}}]",
@@ -272,7 +272,7 @@ fn variables_and_mounts_are_checked() {
     );
     check_spec(
         "volumes: [{name: a, hostPath: {path: /b/../c}}]",
-        "5:40: spec.volumes[0].hostPath.path: \"/b/../c\" must not have '..' in it",
+        "5:40: spec.volumes[0].hostPath.path: \"/b/../c\" must not contain '..'",
     );
     let long = "/b".repeat(2049);
     check_text(
@@ -284,7 +284,7 @@ fn variables_and_mounts_are_checked() {
     check_text(&text, "spec: needs 1001 mounts for its volumes, subPaths and block devices;");
     check_spec(
         "volumes: [{name: a, hostPath: {path: /b}, emptyDir: {}}]",
-        "5:13: spec.volumes[0]: must have one source only",
+        "5:13: spec.volumes[0]: must have only one source",
     );
     check_spec(
         "volumes: [{name: a, emptyDir: {sizeLimit: x}}]",
@@ -355,7 +355,7 @@ fn volumes_of_objects_are_checked() {
         &with_spec(
             "volumes: [{name: a, downwardAPI: {items: [{path: x, fieldRef: {fieldPath: status.podIP}}]}}]",
         ),
-        "spec.volumes[0].downwardAPI.items[0].fieldRef.fieldPath: \"status.podIP\" is not a field that a file can show; use metadata.name, metadata.namespace, metadata.uid, metadata.labels, metadata.annotations or one of their keys",
+        "spec.volumes[0].downwardAPI.items[0].fieldRef.fieldPath: \"status.podIP\" is not supported in a file; use metadata.name, metadata.namespace, metadata.uid, metadata.labels, metadata.annotations or one of their keys",
     );
     check_text(
         &with_spec(
@@ -369,7 +369,7 @@ fn volumes_of_objects_are_checked() {
     );
     check_text(
         &with_spec("volumes: [{name: a, image: {}}]"),
-        "spec.volumes[0].image.reference: must be there: the image's name",
+        "spec.volumes[0].image.reference: must be set to the image's name",
     );
     check_accepted(&with_spec(
         "volumes: [{name: a, configMap: {name: x}}, {name: b, image: {reference: 'x:1'}}, {name: c, projected: {sources: [{secret: {name: z}}]}}]",
@@ -380,11 +380,11 @@ fn volumes_of_objects_are_checked() {
 fn sources_of_variables_are_checked() {
     check_text(
         &with_container("env: [{name: A, valueFrom: {resourceFieldRef: {resource: cpu}}}]"),
-        "spec.containers[0].env[0].valueFrom.resourceFieldRef.resource: \"cpu\" is not a resource that can be shown: limits or requests, of cpu, memory or ephemeral-storage, such as limits.cpu",
+        "spec.containers[0].env[0].valueFrom.resourceFieldRef.resource: \"cpu\" is not supported; use limits or requests of cpu, memory or ephemeral-storage, e.g. limits.cpu",
     );
     check_text(
         &with_container("env: [{name: A, valueFrom: {secretKeyRef: {name: x}}}]"),
-        "spec.containers[0].env[0].valueFrom.secretKeyRef.key: must be there",
+        "spec.containers[0].env[0].valueFrom.secretKeyRef.key: must be set",
     );
     check_text(
         &with_container("envFrom: [{prefix: A_}]"),
@@ -403,7 +403,7 @@ fn parts_of_volumes_are_checked() {
     };
     check_text(&mounted("subPath: ../x"), "subPath: \"../x\" must be relative and without '..'");
     check_text(&mounted("subPath: /x"), "subPath: \"/x\" must be relative and without '..'");
-    check_text(&mounted("subPath: x, subPathExpr: z"), "subPathExpr: can't be there together with subPath");
+    check_text(&mounted("subPath: x, subPathExpr: z"), "subPathExpr: can't be set together with subPath");
     check_text(&mounted("recursiveReadOnly: Enabled"), "recursiveReadOnly: needs readOnly: true");
     check_text(&mounted("recursiveReadOnly: Yes"), "recursiveReadOnly: must be a string");
     check_text(&mounted("recursiveReadOnly: Never"), "must be Disabled, Enabled or IfPossible");
@@ -418,7 +418,7 @@ fn names_and_confinement_of_the_pod_are_checked() {
     );
     check_text(
         &with_spec("hostnameOverride: a.b\nsetHostnameAsFQDN: true"),
-        "spec.hostnameOverride: can't be there together with setHostnameAsFQDN",
+        "spec.hostnameOverride: can't be set together with setHostnameAsFQDN",
     );
     check_text(
         &with_spec("securityContext: {fsGroupChangePolicy: Never}"),

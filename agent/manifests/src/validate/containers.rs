@@ -1,4 +1,4 @@
-//! The rules for one container, and between the containers of a pod.
+//! Rules for a container, and between the containers of a pod.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,15 +13,15 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 use super::super::names;
 use super::{Problems, lifecycle, probes};
 
-/// Where a container stands.
+/// Position of a container in its pod.
 pub(super) struct Place {
-    /// `spec.containers[0]`.
+    /// Path, e.g. `spec.containers[0]`.
     pub(super) path: String,
-    /// Whether it is one of the init containers.
+    /// True for an init container.
     pub(super) init: bool,
 }
 
-/// What may be used only once in a pod.
+/// Values that must be unique in a pod.
 #[derive(Default)]
 pub(super) struct Seen {
     names: BTreeSet<String>,
@@ -71,9 +71,9 @@ pub(super) fn container(
 fn image(path: &str, container: &Container, problems: &mut Problems) {
     let image = container.image.as_deref().unwrap_or_default();
     if image.is_empty() {
-        problems.add(format!("{path}.image"), "must be there");
+        problems.add(format!("{path}.image"), "must be set");
     } else if image.contains(|c: char| c.is_whitespace() || c.is_control()) {
-        problems.add(format!("{path}.image"), format!("{} has blanks in it", names::quoted(image)));
+        problems.add(format!("{path}.image"), format!("{} contains blanks", names::quoted(image)));
     }
     let policies = ["Always", "IfNotPresent", "Never"];
     problems.one_of(&format!("{path}.imagePullPolicy"), container.image_pull_policy.as_deref(), &policies);
@@ -122,7 +122,7 @@ fn port_names(path: &str, container: &Container, problems: &mut Problems) {
     }
 }
 
-/// What `fieldRef` may point to in a variable, besides `metadata.labels['key']` and
+/// Fields that `fieldRef` of a variable may refer to, in addition to `metadata.labels['key']` and
 /// `metadata.annotations['key']`.
 const FIELDS: [&str; 9] = [
     "metadata.name",
@@ -140,7 +140,7 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
     problems.extend(names::variable(&format!("{path}.name"), &variable.name));
     let Some(source) = &variable.value_from else { return };
     if variable.value.as_deref().is_some_and(|value| !value.is_empty()) {
-        problems.add(format!("{path}.valueFrom"), "can't be there together with a value");
+        problems.add(format!("{path}.valueFrom"), "can't be set together with a value");
     }
     let sources = [
         source.config_map_key_ref.is_some(),
@@ -150,7 +150,7 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
         source.secret_key_ref.is_some(),
     ];
     if sources.into_iter().filter(|there| *there).count() != 1 {
-        problems.add(format!("{path}.valueFrom"), "must have exactly one source, such as fieldRef");
+        problems.add(format!("{path}.valueFrom"), "must have exactly one source, e.g. fieldRef");
     }
     if let Some(selector) = &source.resource_field_ref {
         resource_field(&format!("{path}.valueFrom.resourceFieldRef"), selector, problems);
@@ -163,24 +163,24 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
         let Some((name, key)) = reference else { continue };
         problems.extend(names::subdomain(&format!("{path}.valueFrom.{field}.name"), name));
         if key.is_empty() {
-            problems.add(format!("{path}.valueFrom.{field}.key"), "must be there");
+            problems.add(format!("{path}.valueFrom.{field}.key"), "must be set");
         }
     }
     let Some(field) = &source.field_ref else { return };
     problems.one_of(&format!("{path}.valueFrom.fieldRef.apiVersion"), field.api_version.as_deref(), &["v1"]);
     if !FIELDS.contains(&field.field_path.as_str()) && !is_subscript(&field.field_path) {
-        let rule = "is not a field that a variable can show; use metadata.name, metadata.namespace, metadata.uid, \
+        let rule = "is not supported in a variable; use metadata.name, metadata.namespace, metadata.uid, \
                     metadata.labels['key'], metadata.annotations['key'], spec.nodeName, status.hostIP or status.podIP";
         let path = format!("{path}.valueFrom.fieldRef.fieldPath");
         problems.add(path, format!("{} {rule}", names::quoted(&field.field_path)));
     }
 }
 
-/// A variable from a file of an emptyDir volume (KEP-3721).
+/// Checks a variable from a file of an emptyDir volume (KEP-3721).
 fn file_key(path: &str, file: &FileKeySelector, spec: &PodSpec, problems: &mut Problems) {
     problems.extend(names::variable(&format!("{path}.key"), &file.key));
     match file.path.as_str() {
-        "" => problems.add(format!("{path}.path"), "must be there: the file in the volume"),
+        "" => problems.add(format!("{path}.path"), "must be set to the file in the volume"),
         inner => problems.extend(names::inner_path(&format!("{path}.path"), inner)),
     }
     let volume = spec.volumes.iter().flatten().find(|volume| volume.name == file.volume_name);
@@ -190,7 +190,7 @@ fn file_key(path: &str, file: &FileKeySelector, spec: &PodSpec, problems: &mut P
     }
 }
 
-/// What `envFrom` takes whole.
+/// Checks a source of `envFrom`.
 fn check_env_from(path: &str, source: &EnvFromSource, problems: &mut Problems) {
     let named = [
         ("configMapRef", source.config_map_ref.as_ref().map(|r| &r.name)),
@@ -207,18 +207,17 @@ fn check_env_from(path: &str, source: &EnvFromSource, problems: &mut Problems) {
     }
 }
 
-/// What `resourceFieldRef` may point to.
+/// Checks a `resourceFieldRef`.
 pub(super) fn resource_field(path: &str, selector: &ResourceFieldSelector, problems: &mut Problems) {
     let known = selector.resource.split_once('.').is_some_and(|(list, name)| {
         (list == "limits" || list == "requests")
             && (matches!(name, "cpu" | "memory" | "ephemeral-storage") || name.starts_with("hugepages-"))
     });
     if !known {
-        let rule =
-            "is not a resource that can be shown: limits or requests, of cpu, memory or ephemeral-storage";
+        let rule = "is not supported; use limits or requests of cpu, memory or ephemeral-storage";
         problems.add(
             format!("{path}.resource"),
-            format!("{} {rule}, such as limits.cpu", names::quoted(&selector.resource)),
+            format!("{} {rule}, e.g. limits.cpu", names::quoted(&selector.resource)),
         );
     }
     if let Some(divisor) = &selector.divisor {
@@ -235,7 +234,7 @@ pub(super) fn is_subscript(path: &str) -> bool {
     rest.and_then(|rest| rest.strip_suffix("']")).is_some_and(|key| !key.is_empty() && !key.contains('\''))
 }
 
-/// Quantities that can be read, are not negative, and requests that stay within their limits.
+/// Checks that quantities are valid and not negative, and requests within their limits.
 fn resources(path: &str, container: &Container, problems: &mut Problems) {
     let Some(resources) = &container.resources else { return };
     let limits = quantities(&format!("{path}.resources.limits"), resources.limits.as_ref(), None, problems);
@@ -248,12 +247,12 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
             problems.add(&path, format!("{text} is not a whole number: devices aren't divided"));
         }
         if requests.get(name).is_some_and(|(request, _)| request < limit) {
-            problems.add(&path, format!("is not the same as the request: {} overcommitted", never(name)));
+            problems.add(&path, format!("must equal the request: {} overcommitted", never(name)));
         }
     }
     for name in requests.keys().filter(|name| is_exact(name) && !limits.contains_key(*name)) {
         let path = beelet_codec::field(&format!("{path}.resources.limits"), name);
-        problems.add(&path, format!("must be there, the same as the request: {} overcommitted", never(name)));
+        problems.add(&path, format!("must be set and equal the request: {} overcommitted", never(name)));
     }
     whole_pages(&format!("{path}.resources"), &limits, &requests, problems);
     for (name, (request, text)) in &requests {
@@ -266,7 +265,7 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
     }
 }
 
-/// Whether a resource's request and limit are one amount: devices and huge pages are not overcommitted.
+/// Returns true if a resource's request must equal its limit: devices and huge pages are not overcommitted.
 fn is_exact(name: &str) -> bool {
     name.contains('/') || name.starts_with(huge_pages::PREFIX)
 }
@@ -278,22 +277,22 @@ fn never(name: &str) -> &'static str {
 /// Quantities by resource, with their texts.
 type Amounts<'c> = BTreeMap<&'c str, (Quantity, &'c str)>;
 
-/// Whole pages, of a size that is one; and beside cpu or memory, so that the pod has a class of its own.
+/// Checks that huge pages are whole pages of a valid size, and requested together with cpu or memory, which
+/// determine the pod's QoS class.
 fn whole_pages(path: &str, limits: &Amounts<'_>, requests: &Amounts<'_>, problems: &mut Problems) {
     let all = || limits.iter().chain(requests);
     let mut asked = all().filter(|(name, _)| name.starts_with(huge_pages::PREFIX)).peekable();
     if asked.peek().is_some() && !all().any(|(name, _)| matches!(*name, "cpu" | "memory")) {
-        problems.add(path, "huge pages need cpu or memory beside them");
+        problems.add(path, "huge pages also need cpu or memory");
     }
-    let mut told = BTreeSet::new();
+    let mut reported = BTreeSet::new();
     for (name, (amount, text)) in asked {
         let whole = huge_pages::size_of_resource(name).is_some_and(|size| {
             Quantity::from_units(amount.value()) == *amount && amount.value() % size == 0
         });
-        if !whole && told.insert(*name) {
+        if !whole && reported.insert(*name) {
             let path = beelet_codec::field(&format!("{path}.limits"), name);
-            problems
-                .add(path, format!("{text} is not a number of whole pages, as the resource's name has them"));
+            problems.add(path, format!("{text} is not a multiple of the page size in the resource's name"));
         }
     }
 }
@@ -307,11 +306,11 @@ pub(super) fn pod_resources(spec: &PodSpec, problems: &mut Problems) {
     for (list, amounts) in [("limits", &limits), ("requests", &requests)] {
         for name in amounts.keys().filter(|name| !is_pod_level_resource(name)) {
             let path = beelet_codec::field(&format!("spec.resources.{list}"), name);
-            problems.add(path, "can't be had for a pod as a whole: cpu and memory can");
+            problems.add(path, "is not a pod-level resource; cpu and memory are");
         }
     }
     let pod = Pod { spec: Some(spec.clone()), ..Pod::default() };
-    // What can't be read has been told.
+    // Unreadable amounts have been reported above.
     let demand = PodDemand::read(&pod).ok();
     let of_containers = demand.as_ref().map(PodDemand::container_requests).unwrap_or_default();
     for (name, (request, text)) in &requests {
@@ -323,10 +322,8 @@ pub(super) fn pod_resources(spec: &PodSpec, problems: &mut Problems) {
         }
         let together = of_containers.amount(name);
         if together > *request {
-            problems.add(
-                &path,
-                format!("{text} is less than the {together} that its containers request together"),
-            );
+            problems
+                .add(&path, format!("{text} is less than {together}, the sum of its containers' requests"));
         }
     }
     for (i, demand) in demand.iter().flat_map(|demand| demand.containers.iter().enumerate()) {
@@ -341,25 +338,25 @@ pub(super) fn pod_resources(spec: &PodSpec, problems: &mut Problems) {
     }
 }
 
-/// Reads a list of quantities. What is the same in `told` has been told already: a request that was filled in
-/// from its limit.
+/// Reads a list of quantities. Problems of values that are equal in `reported` have been reported already: a
+/// request that defaults to its limit.
 fn quantities<'c>(
     path: &str,
     list: Option<&'c BTreeMap<String, Text>>,
-    told: Option<&BTreeMap<String, Text>>,
+    reported: Option<&BTreeMap<String, Text>>,
     problems: &mut Problems,
 ) -> Amounts<'c> {
     let mut read = BTreeMap::new();
     for (name, Text(text)) in list.into_iter().flatten() {
         let path = beelet_codec::field(path, name);
         let mut problem = |message: String| {
-            if told.and_then(|told| told.get(name)).is_none_or(|Text(other)| other != text) {
+            if reported.and_then(|reported| reported.get(name)).is_none_or(|Text(other)| other != text) {
                 problems.add(&path, message);
             }
         };
         if !is_resource_name(name) {
             problem(
-                "is not a resource: cpu, memory, or a device's full name such as example.com/gpu".to_owned(),
+                "unknown resource; use cpu, memory, or a device's full name, e.g. example.com/gpu".to_owned(),
             );
         }
         match Quantity::parse(text) {
@@ -384,16 +381,16 @@ fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems:
     for (i, mount) in container.volume_mounts.iter().flatten().enumerate() {
         let path = format!("{path}.volumeMounts[{i}]");
         if mount.name.is_empty() {
-            problems.add(format!("{path}.name"), "must be there: the name of one of the pod's volumes");
+            problems.add(format!("{path}.name"), "must be set to the name of one of the pod's volumes");
         } else if !volumes.contains(mount.name.as_str()) {
             let message = format!("the pod has no volume {}", names::quoted(&mount.name));
             problems.add(format!("{path}.name"), message);
         }
         let target = &mount.mount_path;
         if target.is_empty() {
-            problems.add(format!("{path}.mountPath"), "must be there");
+            problems.add(format!("{path}.mountPath"), "must be set");
         } else if target.contains('\0') {
-            let message = format!("{} must not have a zero byte in it", names::quoted(target));
+            let message = format!("{} must not contain a zero byte", names::quoted(target));
             problems.add(format!("{path}.mountPath"), message);
         } else if !seen.insert(target.as_str()) {
             problems.add(format!("{path}.mountPath"), format!("{target:?} is the path of an earlier mount"));
@@ -404,20 +401,19 @@ fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems:
         problems.one_of(&format!("{path}.mountPropagation"), propagation, &kinds);
         let privileged = container.security_context.as_ref().and_then(|context| context.privileged);
         if propagation == Some("Bidirectional") && privileged != Some(true) {
-            problems
-                .add(format!("{path}.mountPropagation"), "Bidirectional is for privileged containers only");
+            problems.add(format!("{path}.mountPropagation"), "Bidirectional needs a privileged container");
         }
     }
 }
 
-/// The rules for a part of a volume, and for what is read-only below.
+/// Checks a mount's subPath and its recursive read-only mode.
 fn parts(path: &str, mount: &VolumeMount, problems: &mut Problems) {
     let part = mount.sub_path.as_deref().unwrap_or_default();
     let expression = mount.sub_path_expr.as_deref().unwrap_or_default();
     problems.extend(names::inner_path(&format!("{path}.subPath"), part));
     problems.extend(names::inner_path(&format!("{path}.subPathExpr"), expression));
     if !part.is_empty() && !expression.is_empty() {
-        problems.add(format!("{path}.subPathExpr"), "can't be there together with subPath");
+        problems.add(format!("{path}.subPathExpr"), "can't be set together with subPath");
     }
     let recursive = mount.recursive_read_only.as_deref();
     let path = format!("{path}.recursiveReadOnly");
@@ -427,7 +423,7 @@ fn parts(path: &str, mount: &VolumeMount, problems: &mut Problems) {
             problems.add(&path, "needs readOnly: true");
         }
         if !matches!(mount.mount_propagation.as_deref(), None | Some("" | "None")) {
-            problems.add(&path, "can't be there together with mountPropagation");
+            problems.add(&path, "can't be set together with mountPropagation");
         }
     }
 }
@@ -438,7 +434,7 @@ fn security(path: &str, container: &Container, spec: &PodSpec, problems: &mut Pr
     for (field, id) in [("runAsUser", own.run_as_user), ("runAsGroup", own.run_as_group)] {
         problems.within(&format!("{path}.{field}"), id, 0..=i32::MAX.into());
     }
-    // What the image's own user is can be known only when it is here: the container says so then.
+    // The image's own user is known only after the pull; the container's start checks it then.
     let user = own.run_as_user.or(of_pod.run_as_user);
     if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) && user == Some(0) {
         problems.add(format!("{path}.runAsUser"), "is root, but runAsNonRoot is true");
@@ -446,7 +442,7 @@ fn security(path: &str, container: &Container, spec: &PodSpec, problems: &mut Pr
     let (proc_mount, path_of_mount) = (own.proc_mount.as_deref(), format!("{path}.procMount"));
     problems.one_of(&path_of_mount, proc_mount, &["Default", "Unmasked"]);
     if proc_mount == Some("Unmasked") && spec.host_users != Some(false) {
-        problems.add(path_of_mount, "can be Unmasked only where spec.hostUsers is false");
+        problems.add(path_of_mount, "can be Unmasked only if spec.hostUsers is false");
     }
     privileges(path, &own, problems);
 }

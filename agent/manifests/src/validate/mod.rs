@@ -1,7 +1,7 @@
-//! Whether a completed pod obeys the rules of the API (`pkg/apis/core/validation`), as far as its fields mean
-//! anything to a node. Every broken rule is found, not just the first.
+//! Validates a completed pod by the rules of the API (`pkg/apis/core/validation`) for the fields that matter
+//! to a node. Reports all broken rules, not just the first.
 //!
-//! Must never judge what the agent can do: that is [`super::support`]'s.
+//! Must never check for the agent's own limitations: [`super::support`] does.
 
 mod containers;
 mod lifecycle;
@@ -21,16 +21,17 @@ use super::priority;
 use beelet_codec::error::Problem;
 use beelet_model::pod::is_address;
 
-/// Most bytes of all annotations together: the API's own limit.
+/// Maximum total size of all annotations, in bytes: the API's own limit.
 const ANNOTATIONS_MAX: usize = 256 << 10;
 
-/// Most bytes of the name of a profile of AppArmor: a path's, as the API has it.
+/// Maximum length of an AppArmor profile's name, in bytes: that of a path, as in the API.
 const LONGEST_APP_ARMOR_NAME: usize = 4095;
 
-/// What a pod may add to its name resolution (`validatePodDNSConfig`): servers, domains, and all the domains'
-/// characters.
+/// Maximum number of name servers of a pod (`validatePodDNSConfig`).
 const DNS_SERVERS_MAX: usize = 3;
+/// Maximum number of search domains of a pod.
 const DNS_SEARCHES_MAX: usize = 32;
+/// Maximum total length of all search domains of a pod, in characters.
 const DNS_SEARCH_CHARACTERS_MAX: usize = 2048;
 
 /// The problems found so far.
@@ -46,7 +47,7 @@ impl Problems {
         self.0.extend(problems);
     }
 
-    /// Checks that a text is one of a few.
+    /// Checks that a text is one of the allowed ones.
     fn one_of(&mut self, path: &str, text: Option<&str>, allowed: &[&str]) {
         if let Some(text) = text.filter(|text| !allowed.contains(text)) {
             let list = match allowed.split_last() {
@@ -62,7 +63,7 @@ impl Problems {
     fn within(&mut self, path: &str, number: Option<i64>, range: std::ops::RangeInclusive<i64>) {
         if let Some(number) = number.filter(|number| !range.contains(number)) {
             let (low, high) = (range.start(), range.end());
-            // The bound that the number does not break says nothing, unless it is one of the field's own.
+            // Omit an upper bound that is only the type's maximum if the number is below the lower bound.
             let is_of_type = *high == i64::MAX || *high == i64::from(i32::MAX);
             let rule = if is_of_type && number < *low {
                 format!("must be at least {low}")
@@ -74,13 +75,13 @@ impl Problems {
     }
 }
 
-/// Every rule that a pod breaks.
+/// Returns all problems of a pod.
 pub(super) fn pod(pod: &Pod) -> Vec<Problem> {
     let mut problems = Problems::default();
     metadata(&pod.metadata, &mut problems);
     match &pod.spec {
         Some(spec) => pod_spec(spec, &mut problems),
-        None => problems.add("spec", "must be there: what the pod runs"),
+        None => problems.add("spec", "must be set"),
     }
     problems.0
 }
@@ -107,7 +108,7 @@ fn metadata(metadata: &ObjectMeta, problems: &mut Problems) {
 
 fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
     if let Err(error) = too_much::check(spec) {
-        // Rules for each of very many things would be very many sentences.
+        // Stop here: checking each of very many items would give very many messages.
         return problems.add(error.path(), error.message());
     }
     let policies = ["Always", "OnFailure", "Never"];
@@ -152,10 +153,10 @@ fn hostnames(spec: &PodSpec, problems: &mut Problems) {
             problems.add("spec.hostnameOverride", "must have at most 64 characters");
         }
         if spec.host_network == Some(true) {
-            problems.add("spec.hostnameOverride", "can't be there together with hostNetwork");
+            problems.add("spec.hostnameOverride", "can't be set together with hostNetwork");
         }
         if spec.set_hostname_as_fqdn == Some(true) {
-            problems.add("spec.hostnameOverride", "can't be there together with setHostnameAsFQDN");
+            problems.add("spec.hostnameOverride", "can't be set together with setHostnameAsFQDN");
         }
     }
     for (i, alias) in spec.host_aliases.iter().flatten().enumerate() {
@@ -169,7 +170,7 @@ fn hostnames(spec: &PodSpec, problems: &mut Problems) {
     }
 }
 
-/// Quantities that can be read and are not negative.
+/// Checks that quantities are valid and not negative.
 fn amounts(path: &str, list: Option<&BTreeMap<String, Amount>>, problems: &mut Problems) {
     for (name, amount) in list.into_iter().flatten() {
         match Quantity::parse(&amount.0) {
@@ -197,7 +198,8 @@ fn dns(spec: &PodSpec, problems: &mut Problems) {
         problems.add("spec.dnsPolicy", "None needs at least one of spec.dnsConfig.nameservers");
     }
     if count > DNS_SERVERS_MAX {
-        problems.add("spec.dnsConfig.nameservers", format!("are {count}; {DNS_SERVERS_MAX} are allowed"));
+        let message = format!("has {count} servers; {DNS_SERVERS_MAX} are allowed");
+        problems.add("spec.dnsConfig.nameservers", message);
     }
     dns_searches(spec, problems);
 }
@@ -206,21 +208,21 @@ fn dns_searches(spec: &PodSpec, problems: &mut Problems) {
     let Some(config) = &spec.dns_config else { return };
     let (path, searches) = ("spec.dnsConfig.searches", config.searches.as_deref().unwrap_or_default());
     if searches.len() > DNS_SEARCHES_MAX {
-        problems.add(path, format!("are {}; {DNS_SEARCHES_MAX} are allowed", searches.len()));
+        problems.add(path, format!("has {} domains; {DNS_SEARCHES_MAX} are allowed", searches.len()));
     }
     let characters = searches.iter().map(|search| search.len() + 1).sum::<usize>().saturating_sub(1);
     if characters > DNS_SEARCH_CHARACTERS_MAX {
-        let rule = format!("have {characters} characters together; {DNS_SEARCH_CHARACTERS_MAX} are allowed");
+        let rule = format!("has {characters} characters in total; {DNS_SEARCH_CHARACTERS_MAX} are allowed");
         problems.add(path, rule);
     }
     for (i, search) in searches.iter().enumerate().filter(|(_, search)| *search != ".") {
-        // Names of services may have underscores in them.
+        // Names of services may contain underscores.
         let name = search.strip_suffix('.').unwrap_or(search).replace('_', "-");
         problems.extend(names::subdomain(&format!("{path}[{i}]"), name.trim_matches('-')));
     }
     for (i, option) in config.options.iter().flatten().enumerate() {
         if option.name.as_deref().unwrap_or_default().is_empty() {
-            problems.add(format!("spec.dnsConfig.options[{i}].name"), "must be there");
+            problems.add(format!("spec.dnsConfig.options[{i}].name"), "must be set");
         }
     }
 }
@@ -233,7 +235,7 @@ fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     for (field, _) in
         shared.iter().filter(|(_, shared)| spec.host_users == Some(false) && *shared == Some(true))
     {
-        problems.add(format!("spec.{field}"), "can't be true where spec.hostUsers is false");
+        problems.add(format!("spec.{field}"), "can't be true if spec.hostUsers is false");
     }
     let context = spec.security_context.as_ref();
     for (i, sysctl) in context.and_then(|c| c.sysctls.as_ref()).into_iter().flatten().enumerate() {
@@ -269,7 +271,7 @@ fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     app_armor(&path("appArmorProfile"), context.app_armor_profile.as_ref(), problems);
 }
 
-/// A profile of AppArmor: one of the node's own has a name that the kernel knows it by.
+/// Checks an AppArmor profile; a Localhost profile has the kernel's name.
 fn app_armor(path: &str, profile: Option<&AppArmorProfile>, problems: &mut Problems) {
     let Some(profile) = profile else { return };
     let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
@@ -277,7 +279,7 @@ fn app_armor(path: &str, profile: Option<&AppArmorProfile>, problems: &mut Probl
     let name = profile.localhost_profile.as_deref().unwrap_or_default();
     let path = format!("{path}.localhostProfile");
     match (profile.type_.as_str(), name.trim()) {
-        ("Localhost", "") => problems.add(path, "must be there: the profile's name"),
+        ("Localhost", "") => problems.add(path, "must be set to the profile's name"),
         ("Localhost", trimmed) if trimmed != name => problems.add(path, "must not begin or end with a space"),
         ("Localhost", _) if name.len() > LONGEST_APP_ARMOR_NAME => {
             problems.add(path, format!("must not be longer than {LONGEST_APP_ARMOR_NAME}"));
@@ -287,7 +289,7 @@ fn app_armor(path: &str, profile: Option<&AppArmorProfile>, problems: &mut Probl
     }
 }
 
-/// A filter of system calls: one of the node's own is a file below one folder.
+/// Checks a seccomp profile; a Localhost profile is a file in the profile folder.
 fn seccomp(path: &str, profile: Option<&SeccompProfile>, problems: &mut Problems) {
     let Some(profile) = profile else { return };
     let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
@@ -295,7 +297,7 @@ fn seccomp(path: &str, profile: Option<&SeccompProfile>, problems: &mut Problems
     let file = profile.localhost_profile.as_deref().unwrap_or_default();
     let path = format!("{path}.localhostProfile");
     match (profile.type_.as_str(), file) {
-        ("Localhost", "") => problems.add(path, "must be there: the profile's file"),
+        ("Localhost", "") => problems.add(path, "must be set to the profile's file"),
         ("Localhost", file) => problems.extend(names::inner_path(&path, file)),
         (_, "") => {}
         (_, _) => problems.add(path, "is for the type Localhost only"),

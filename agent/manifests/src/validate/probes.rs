@@ -1,4 +1,4 @@
-//! The rules for probes.
+//! Rules for probes.
 
 use beelet_policy::probe::ProbeKind;
 use beelet_units::bounds::LONGEST_GRACE_SECONDS;
@@ -8,7 +8,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::super::names;
 use super::Problems;
 
-/// Checks the probes of a container; `plain_init` where it is an init container that must end.
+/// Checks the probes of a container; `plain_init` is true for an init container that is not a sidecar.
 pub(super) fn all(path: &str, container: &Container, plain_init: bool, problems: &mut Problems) {
     let probes = [
         ("livenessProbe", ProbeKind::Liveness, &container.liveness_probe),
@@ -46,7 +46,7 @@ fn numbers(path: &str, kind: ProbeKind, probe: &Probe, problems: &mut Problems) 
     let grace = format!("{path}.terminationGracePeriodSeconds");
     problems.within(&grace, probe.termination_grace_period_seconds, 1..=LONGEST_GRACE_SECONDS);
     if kind == ProbeKind::Readiness && probe.termination_grace_period_seconds.is_some() {
-        problems.add(grace, "is not for readiness probes: they stop nothing");
+        problems.add(grace, "can't be set in a readiness probe, which stops no container");
     }
 }
 
@@ -55,8 +55,8 @@ fn handler(path: &str, container: &Container, probe: &Probe, problems: &mut Prob
         [probe.exec.is_some(), probe.grpc.is_some(), probe.http_get.is_some(), probe.tcp_socket.is_some()];
     match handlers.into_iter().filter(|there| *there).count() {
         1 => {}
-        0 => problems.add(path, "must say how to probe: tcpSocket or httpGet"),
-        _ => problems.add(path, "must have one way to probe only"),
+        0 => problems.add(path, "must have one of exec, grpc, httpGet or tcpSocket"),
+        _ => problems.add(path, "must have only one of exec, grpc, httpGet or tcpSocket"),
     }
     if let Some(tcp) = &probe.tcp_socket {
         port(&format!("{path}.tcpSocket.port"), container, &tcp.port, problems);
@@ -77,22 +77,22 @@ pub(super) fn http_get(path: &str, container: &Container, http: &HTTPGetAction, 
             problems.add(path, format!("{} is not a header's name", names::quoted(&header.name)));
         }
         if header.value.contains(|c: char| c.is_control() && c != '\t') {
-            problems.add(format!("{path}.httpHeaders[{i}].value"), "must not have control characters in it");
+            problems.add(format!("{path}.httpHeaders[{i}].value"), "must not contain control characters");
         }
     }
 }
 
 fn port(path: &str, container: &Container, port: &IntOrString, problems: &mut Problems) {
     match port {
-        // The typed pod has 0 for a port that isn't written.
+        // An unset port is 0 in the typed pod.
         IntOrString::Int(0) => {
-            problems.add(path, "must be there: a number from 1 to 65535, or a port's name");
+            problems.add(path, "must be set to a number from 1 to 65535, or a port's name");
         }
         IntOrString::Int(number) => problems.within(path, Some((*number).into()), 1..=65535),
         IntOrString::String(name) => {
             let known = container.ports.iter().flatten().any(|port| port.name.as_ref() == Some(name));
             if !known {
-                let message = format!("the container has no port of the name {}", names::quoted(name));
+                let message = format!("the container has no port {}", names::quoted(name));
                 problems.add(path, message);
             }
         }

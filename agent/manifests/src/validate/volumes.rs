@@ -1,4 +1,4 @@
-//! The rules for volumes.
+//! Rules for volumes.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::{
 use super::super::names;
 use super::Problems;
 
-/// Checks the volumes of a pod; returns their names.
+/// Checks the volumes of a pod and returns their names.
 pub(super) fn all<'p>(spec: &'p PodSpec, problems: &mut Problems) -> BTreeSet<&'p str> {
     let mut seen = BTreeSet::new();
     for (i, volume) in spec.volumes.iter().flatten().enumerate() {
@@ -24,7 +24,7 @@ pub(super) fn all<'p>(spec: &'p PodSpec, problems: &mut Problems) -> BTreeSet<&'
                 .add(format!("{path}.name"), format!("{:?} is the name of an earlier volume", volume.name));
         }
         if sources(volume) > 1 {
-            problems.add(&path, "must have one source only");
+            problems.add(&path, "must have only one source");
         }
         source(&path, volume, spec, problems);
     }
@@ -73,7 +73,7 @@ fn source(path: &str, volume: &Volume, spec: &PodSpec, problems: &mut Problems) 
 
 fn image(path: &str, source: &ImageVolumeSource, problems: &mut Problems) {
     if source.reference.as_deref().unwrap_or_default().is_empty() {
-        problems.add(format!("{path}.reference"), "must be there: the image's name");
+        problems.add(format!("{path}.reference"), "must be set to the image's name");
     }
     let policies = ["Always", "IfNotPresent", "Never"];
     problems.one_of(&format!("{path}.pullPolicy"), source.pull_policy.as_deref(), &policies);
@@ -107,17 +107,17 @@ fn items(path: &str, items: Option<&[KeyToPath]>, problems: &mut Problems) {
     for (i, item) in items.into_iter().flatten().enumerate() {
         let path = format!("{path}.items[{i}]");
         if item.key.is_empty() {
-            problems.add(format!("{path}.key"), "must be there");
+            problems.add(format!("{path}.key"), "must be set");
         }
         file_path(&format!("{path}.path"), &item.path, problems);
         mode(&format!("{path}.mode"), item.mode, problems);
     }
 }
 
-/// A file's place in a volume.
+/// Checks a file's path in a volume.
 fn file_path(path: &str, file: &str, problems: &mut Problems) {
     if file.is_empty() {
-        problems.add(path, "must be there: the file's place in the volume");
+        problems.add(path, "must be set to the file's path in the volume");
     } else if file.starts_with("..") {
         problems.add(path, format!("{} must not begin with '..'", names::quoted(file)));
     } else {
@@ -125,7 +125,7 @@ fn file_path(path: &str, file: &str, problems: &mut Problems) {
     }
 }
 
-/// What `fieldRef` may point to in a file: what is known before the pod has addresses.
+/// Fields that `fieldRef` of a file may refer to: those that are known before the pod has addresses.
 const FIELDS: [&str; 5] =
     ["metadata.name", "metadata.namespace", "metadata.uid", "metadata.labels", "metadata.annotations"];
 
@@ -139,7 +139,7 @@ fn downward(path: &str, items: Option<&[DownwardAPIVolumeFile]>, spec: &PodSpec,
                 let known = FIELDS.contains(&field.field_path.as_str())
                     || super::containers::is_subscript(&field.field_path);
                 if !known {
-                    let rule = "is not a field that a file can show; use metadata.name, metadata.namespace, \
+                    let rule = "is not supported in a file; use metadata.name, metadata.namespace, \
                                 metadata.uid, metadata.labels, metadata.annotations or one of their keys";
                     let message = format!("{} {rule}", names::quoted(&field.field_path));
                     problems.add(format!("{path}.fieldRef.fieldPath"), message);
@@ -160,7 +160,7 @@ fn downward(path: &str, items: Option<&[DownwardAPIVolumeFile]>, spec: &PodSpec,
     }
 }
 
-/// How many sources a volume has: all its fields but the name.
+/// Returns the number of a volume's sources: all fields except the name.
 fn sources(volume: &Volume) -> usize {
     let fields = volume.to_value();
     fields.as_object().map_or(0, |fields| fields.keys().filter(|key| *key != "name").count())
@@ -168,12 +168,12 @@ fn sources(volume: &Volume) -> usize {
 
 fn host_path(path: &str, source: &HostPathVolumeSource, problems: &mut Problems) {
     if source.path.is_empty() {
-        problems.add(format!("{path}.path"), "must be there");
+        problems.add(format!("{path}.path"), "must be set");
     } else if !source.path.starts_with('/') {
         problems.add(format!("{path}.path"), format!("{} must begin with '/'", names::quoted(&source.path)));
     } else if source.path.contains('\0') || source.path.split('/').any(|part| part == "..") {
         problems
-            .add(format!("{path}.path"), format!("{} must not have '..' in it", names::quoted(&source.path)));
+            .add(format!("{path}.path"), format!("{} must not contain '..'", names::quoted(&source.path)));
     }
     let types =
         ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"];
@@ -182,20 +182,20 @@ fn host_path(path: &str, source: &HostPathVolumeSource, problems: &mut Problems)
 
 fn nfs(path: &str, source: &NFSVolumeSource, problems: &mut Problems) {
     if source.server.is_empty() {
-        problems.add(format!("{path}.server"), "must be there");
+        problems.add(format!("{path}.server"), "must be set");
     }
     if !source.path.starts_with('/') {
         problems.add(format!("{path}.path"), format!("{} must begin with '/'", names::quoted(&source.path)));
     }
     if source.server.contains('\0') || source.path.contains('\0') {
-        problems.add(path, "must not have zeroes in it");
+        problems.add(path, "must not contain zero bytes");
     }
 }
 
 fn empty_dir(path: &str, source: &EmptyDirVolumeSource, problems: &mut Problems) {
     let medium = source.medium.as_deref().unwrap_or_default();
     if !matches!(medium, "" | "Memory") && Medium::parse(medium).is_none() {
-        let rule = "is no medium: Memory, HugePages, or HugePages- with the size of a page";
+        let rule = "is not one of Memory, HugePages and HugePages-<page size>";
         problems.add(format!("{path}.medium"), format!("{} {rule}", names::quoted(medium)));
     }
     let Some(limit) = &source.size_limit else { return };

@@ -155,7 +155,7 @@ async fn what_is_wrong_is_told_before_anything_is_written() {
     let (result, _, warnings) =
         fixture.apply(&POD.replace("spec: {", "spec: {priorityClassName: none, ")).await.unwrap();
     assert_eq!(result, Applied::Created);
-    assert!(warnings[0].contains("there is no PriorityClass \"none\""), "{warnings:?}");
+    assert!(warnings[0].contains("PriorityClass \"none\" not found"), "{warnings:?}");
 }
 
 const CLASS: &str =
@@ -169,7 +169,7 @@ async fn a_dry_run_tells_what_would_be_done_and_does_nothing() {
     let dry = |texts: &[&str]| proto::ApplyRequest { dry_run: true, ..given(texts) };
     let refused = fixture.ask(dry(&[&changed])).await.unwrap().applied.remove(0);
     assert_eq!((refused.result(), refused.before.as_deref()), (Applied::Configured, Some(POD)));
-    assert!(refused.refused[0].contains("there is no PriorityClass \"high\""), "{refused:?}");
+    assert!(refused.refused[0].contains("PriorityClass \"high\" not found"), "{refused:?}");
     // Together with the class, the pod is accepted: both are evaluated together.
     let taken = fixture.ask(dry(&[&changed, CLASS])).await.unwrap();
     let results: Vec<_> = taken.applied.iter().map(|one| (one.result(), one.refused.len())).collect();
