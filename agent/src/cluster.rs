@@ -1,4 +1,4 @@
-//! Makes a node of a cluster of the node: connects the parts of [`beelet_cluster`] with those of the agent.
+//! Joins the node to a cluster: connects the parts of [`beelet_cluster`] with those of the agent.
 
 mod late;
 mod report;
@@ -34,7 +34,7 @@ use beelet_cluster::{
 use beelet_config::{Config, NodeConfig};
 use beelet_kubelet_api::auth::Reviewers;
 
-/// How long the agent waits between two tries to read the kubeconfig.
+/// Pause between two attempts to read the kubeconfig.
 const AGAIN: Duration = Duration::from_secs(10);
 
 /// Flags for a node of a cluster.
@@ -59,7 +59,7 @@ pub(crate) struct ClusterArgs {
     pub(crate) node_labels: Vec<(String, String)>,
 }
 
-/// How this node is one of a cluster.
+/// Files of a node's identity in a cluster.
 #[derive(Debug)]
 pub(crate) struct Membership {
     kubeconfig: PathBuf,
@@ -68,10 +68,10 @@ pub(crate) struct Membership {
 }
 
 impl ClusterArgs {
-    /// Puts what the flags say into the configuration. None: the node is on its own.
+    /// Applies the flags to the configuration. Returns None for a standalone node.
     ///
     /// # Errors
-    /// Flags that can't be together, or a kubeconfig that can't be used.
+    /// Conflicting flags, or an unusable kubeconfig.
     pub(crate) fn resolve(&self, config: &mut Config) -> Result<Option<Membership>, String> {
         let families = self.node_ip.iter().map(IpAddr::is_ipv4);
         match families.collect::<Vec<_>>()[..] {
@@ -98,7 +98,7 @@ pub(crate) fn label(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Adds all parts to `builder`.
+/// Adds all parts of the cluster to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let (node_out, node) = watch::channel(None);
     let shared = Shared { session: Arc::default(), presence: Presence::default(), node };
@@ -114,16 +114,16 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     keep_node(builder, config, shared, node_out)
 }
 
-/// What the parts have in common.
+/// State that the parts share.
 struct Shared {
-    /// There once the node has connected.
+    /// Set once the node has connected.
     session: Arc<SetOnce<Session>>,
     presence: Presence,
-    /// The Node, as it was last read or written.
+    /// The Node as last read or written.
     node: watch::Receiver<Option<Arc<core::Node>>>,
 }
 
-/// Others ask the API server through these before the node has connected.
+/// Adds clients of the API server that other parts use, possibly before the node has connected.
 fn answer_late(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     let session = || Arc::clone(&shared.session);
     let reviews = Arc::new(LateReviews { session: session(), node: config.node_name.clone() });
@@ -133,7 +133,7 @@ fn answer_late(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     builder.reviewers(reviewers).accounts(Arc::new(accounts)).storage(Arc::new(storage))
 }
 
-/// Connects, and keeps the certificate that the node connects with.
+/// Connects, and maintains the node's client certificate.
 fn connect_as(builder: Builder, config: &Config, membership: Membership, shared: &Shared) -> Builder {
     let (session, presence) = (Arc::clone(&shared.session), shared.presence.clone());
     let (node_name, rotate) = (config.node_name.clone(), config.node.rotate_certificates);
@@ -166,7 +166,7 @@ fn keep_lease(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     })
 }
 
-/// Runs what the API server assigns to the node, and writes how it is.
+/// Follows the pods that the API server assigns to the node, and writes their status.
 fn follow_pods(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     let (workload, assigned) = Workload::new();
     let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
@@ -208,7 +208,7 @@ fn send_events(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     })
 }
 
-/// Writes which storage plugins the node has.
+/// Maintains the node's CSINode.
 fn keep_csi_node(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
     let node_name = config.node_name.clone();
@@ -219,7 +219,7 @@ fn keep_csi_node(builder: Builder, config: &Config, shared: &Shared) -> Builder 
     })
 }
 
-/// Removes what drivers that are away say they have here.
+/// Removes the ResourceSlices of absent drivers.
 fn keep_resource_slices(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
     let node_name = config.node_name.clone();
@@ -240,7 +240,7 @@ fn keep_node(
     let (facts_out, facts) = watch::channel(RuntimeFacts::default());
     let (changes_out, changes) = watch::channel(());
     let (settings, name) = (config.node.clone(), config.node_name.clone());
-    // A Node gives 0 where there is no server to reach.
+    // A Node without a server has the port 0.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let (every, most) = (settings.status_update_frequency, settings.status_max_images);
     let builder = builder.attach("runtime facts", move |handles, stop| async move {
@@ -267,13 +267,13 @@ fn keep_node(
     })
 }
 
-/// How the node does without its API server.
+/// Returns the settings of the cache for a start without the API server.
 fn autonomy(config: &Config) -> Settings {
     let beelet_config::Autonomy { enabled, after, key_file } = config.beelet.autonomy.clone();
     Settings { enabled, after, key_file }
 }
 
-/// Where the certificate of the node's server is to be signed in the cluster, asks for it.
+/// Requests the node's serving certificate from the cluster's signer, if configured.
 fn serve_signed(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     if !config.server.tls_bootstrap || config.server.tls_files.is_some() {
         return builder;
@@ -288,13 +288,13 @@ fn serve_signed(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     })
 }
 
-/// Connects; a kubeconfig that has become unusable is read again and again.
+/// Connects to the API server. Retries without end, as the kubeconfig may be replaced.
 async fn open(options: identity::Options) -> (Client, Identity) {
     loop {
         match connect::connect(options.clone()).await {
             Ok(connected) => return connected,
             Err(error) => {
-                warn!("cannot connect to the API server: {error}; retrying in {} s", AGAIN.as_secs());
+                warn!("cannot connect to the API server, retrying in {} s: {error}", AGAIN.as_secs());
             }
         }
         sleep(AGAIN).await;

@@ -27,7 +27,7 @@ enum Command {
     Other(beelet_cli::Command),
 }
 
-/// Parses the command line and does what it says.
+/// Parses the command line and runs the command.
 #[must_use]
 pub fn main() -> ExitCode {
     if kubelet::is_called(std::env::args_os().next().as_deref()) {
@@ -62,7 +62,7 @@ mod tests {
         check("beelet get nodse", None);
         check("beelet get \u{1b}[2J", None);
         check("beelet nonsense web", None);
-        // Another word is wrong.
+        // The fault is a different word.
         check("beelet get pod web -o name", None);
         let tip = |line: &str| {
             let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));

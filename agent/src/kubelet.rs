@@ -1,5 +1,5 @@
-//! Being called `kubelet`: its flags, its version, its errors, its folders. What a flag means is in
-//! [`flags`]; what comes of it is the same configuration that `beelet run` reads from a file.
+//! Command line of the program under the name `kubelet`: the kubelet's flags, version, errors and folders.
+//! [`flags`] maps flags to the same configuration that `beelet run` reads from a file.
 
 mod flags;
 
@@ -27,13 +27,13 @@ use beelet_policy::node::labels;
 
 use self::flags::{FLAGS, Flag, IGNORED, Shape};
 
-/// The name under which the program is the kubelet.
+/// Program name that selects this command line.
 const NAME: &str = "kubelet";
-/// Where the kubelet's folders are.
+/// Default root of the kubelet's folders.
 const ROOT: &str = "/var/lib/kubelet";
-/// Where log shippers look for links to containers' logs.
+/// Folder in which log shippers expect links to containers' logs.
 const LOG_LINKS: &str = "/var/log/containers";
-/// Flags that are no settings of the configuration.
+/// Flags other than settings of the configuration.
 const OWN: [(&str, &str, &str); 13] = [
     ("config", "FILE", "Configuration file"),
     (
@@ -62,12 +62,12 @@ const OWN: [(&str, &str, &str); 13] = [
     ("logging-format", "text|json", "Format of log lines"),
 ];
 
-/// The program was called by the kubelet's name.
+/// Returns true if the program was called by the kubelet's name.
 pub(crate) fn is_called(program: Option<&OsStr>) -> bool {
     program.and_then(|path| Path::new(path).file_name()).is_some_and(|name| name == NAME)
 }
 
-/// Does what the kubelet's command line says.
+/// Runs the agent with the kubelet's command line.
 pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments = arguments.into_iter().map(normalized);
     let matches = match command().try_get_matches_from(arguments) {
@@ -104,7 +104,7 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn command() -> Command {
     let value = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Set);
-    // Said more than once, all of it counts, as in Go.
+    // Repeated flags add up, as in Go.
     let several = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Append);
     let mut command = Command::new(NAME)
         .about("A node agent that replaces the kubelet (beelet)")
@@ -132,7 +132,7 @@ fn command() -> Command {
     command
 }
 
-/// A flag that may stand alone; a value has to follow an equals sign, as in Go.
+/// Returns a flag without a value, or with a value after an equals sign, as in Go.
 fn switch(name: &'static str) -> Arg {
     Arg::new(name)
         .long(name)
@@ -143,7 +143,7 @@ fn switch(name: &'static str) -> Arg {
         .value_name("true|false")
 }
 
-/// Go's flags take underscores for dashes in their names.
+/// Replaces underscores in a flag's name by dashes, as in Go.
 fn normalized(argument: OsString) -> OsString {
     let Some(text) = argument.to_str().filter(|text| text.starts_with("--")) else { return argument };
     let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
@@ -151,7 +151,7 @@ fn normalized(argument: OsString) -> OsString {
     value.map_or_else(|| name.clone(), |value| format!("{name}={value}")).into()
 }
 
-/// What the kubelet says of a command line that it doesn't take.
+/// Prints the kubelet's error for an invalid command line, or the help.
 fn refused(error: &clap::Error) -> ExitCode {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
@@ -182,7 +182,7 @@ fn text<'m>(matches: &'m ArgMatches, name: &str) -> Option<&'m str> {
     matches.get_one::<String>(name).map(String::as_str).filter(|text| !text.is_empty())
 }
 
-/// What a flag says, each time that it is there.
+/// Returns all values of a repeated flag, joined by commas.
 fn all(matches: &ArgMatches, name: &str) -> Option<String> {
     let said: Vec<&str> = matches.get_many::<String>(name)?.map(String::as_str).collect();
     Some(said.join(","))
@@ -205,7 +205,7 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
         Some("external") => true,
         Some(other) => {
             return Err(format!(
-                "--cloud-provider: {other:?} is not supported: use `external`, with the cloud's own controller"
+                "--cloud-provider: {other:?} is not supported; use `external` with the cloud's own controller"
             ));
         }
     };
@@ -230,10 +230,10 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
     Ok((config, membership, warnings))
 }
 
-/// What the flags say of the configuration.
+/// Returns the settings of the flags.
 fn settings(matches: &ArgMatches) -> Result<Vec<Setting>, String> {
     let root = text(matches, "root-dir").unwrap_or(ROOT);
-    // Being the kubelet, the kubelet's folders are ours. A file may say otherwise only by a flag's absence.
+    // As the kubelet, the agent always uses the folders below --root-dir.
     let mut ours = Map::new();
     ours.insert("kubeletDir".to_owned(), json!(root));
     ours.insert("podsDir".to_owned(), json!(format!("{root}/pods")));
@@ -262,7 +262,7 @@ fn ips(text: &str) -> Result<Vec<std::net::IpAddr>, String> {
     each.map(|ip| ip.parse().map_err(|_| format!("--node-ip: {ip:?} is not an IP address"))).collect()
 }
 
-/// Labels of a Node, as far as a kubelet may set them on its own.
+/// Parses labels of a Node, and refuses those that a kubelet may not set itself.
 fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
     let each = text.split(',').filter(|label| !label.trim().is_empty());
     let pairs: Vec<(String, String)> = each
@@ -286,7 +286,7 @@ fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
     ))
 }
 
-/// The value of a nested field as a document has it.
+/// Returns a document with the value of a nested field.
 fn nested(path: &str, value: Value) -> Map<String, Value> {
     let mut parts: Vec<&str> = path.split('.').collect();
     let top = parts.remove(0).to_owned();

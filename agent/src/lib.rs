@@ -1,5 +1,5 @@
-//! beelet, a node agent: it runs a machine's pods and keeps them healthy at kernel speed.
-//! ARCHITECTURE.md draws the house; each module's head says what it is for and what it never does.
+//! beelet, a node agent that runs a machine's pods and keeps them healthy at kernel speed.
+//! ARCHITECTURE.md describes the structure; each module's head states its purpose and its prohibitions.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

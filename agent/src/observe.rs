@@ -1,4 +1,4 @@
-//! `beelet observe`: the arguments; it has no configuration file.
+//! Arguments of `beelet observe`, which has no configuration file.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -87,7 +87,7 @@ enum Bpf {
     Off,
 }
 
-/// Something that acts on the node.
+/// An acting part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Allow {
     /// Tune pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable pods above their
@@ -163,7 +163,7 @@ impl ObserveArgs {
         })
     }
 
-    /// The tuner's own defaults, but for what the command line says.
+    /// Returns the tuner's defaults with the changes of the command line.
     fn tuning(&self) -> anyhow::Result<beelet_tuner::Settings> {
         let (defaults, _) = Config::with_defaults()?;
         let defaults = defaults.beelet.tuner;
@@ -180,11 +180,11 @@ impl ObserveArgs {
     }
 }
 
-/// Observes until it is told to stop.
+/// Observes until the program is stopped.
 #[must_use]
 pub(crate) fn run(args: &ObserveArgs) -> ExitCode {
     let _logging = start_logging(args.log_format, args.verbose, None);
-    // One thread waits for everything; readings have their own.
+    // A single thread suffices: readings have their own threads.
     let done = args.options().and_then(|options| crate::threads::run(1, observe::run(options)));
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,5 +1,6 @@
-//! Tells the container runtime the addresses of this node's pods (`updatePodCIDR` of the kubelet): runtimes
-//! without a network of their own make one from a template with them (containerd's `conf_template`).
+//! Sets the addresses of this node's pods in the container runtime (the kubelet's `updatePodCIDR`): runtimes
+//! without a network of their own create one from a template with these addresses (containerd's
+//! `conf_template`).
 
 use std::{os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
 
@@ -12,20 +13,20 @@ use beelet_base::blocking::blocking;
 use beelet_config::Config;
 use beelet_cri::Runtime;
 
-/// How often it is looked whether the runtime has been started anew, and the pause before another try.
+/// Interval of checks for a restarted runtime, and pause before a retry.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Where the addresses come from.
+/// Source of the addresses.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    /// The Node, as the API server has it.
+    /// The API server's Node.
     Node(watch::Receiver<Option<Arc<Node>>>),
     /// The configuration.
     Configured(String),
 }
 
 impl Source {
-    /// As the runtime takes them; empty if nobody has said any.
+    /// Returns the addresses in the runtime's format; empty if unset.
     fn now(&mut self) -> String {
         match self {
             Self::Configured(cidr) => cidr.clone(),
@@ -33,7 +34,7 @@ impl Source {
         }
     }
 
-    /// Waits until they may be others.
+    /// Waits until the addresses may have changed.
     async fn changed(&mut self) {
         let changed = match self {
             Self::Node(node) => node.changed().await.is_ok(),
@@ -45,13 +46,13 @@ impl Source {
     }
 }
 
-/// The addresses that the cluster gave to a node's pods.
+/// Returns the addresses that the cluster assigned to a node's pods.
 fn of_node(node: &Node) -> String {
     let spec = node.spec.as_ref();
     spec.and_then(|spec| spec.pod_cidrs.as_ref()).map(|all| all.join(",")).unwrap_or_default()
 }
 
-/// Keeps telling the runtime of a node without an API server what is configured.
+/// Keeps the configured addresses set in the runtime of a standalone node.
 pub(crate) fn configured(builder: Builder, config: &Config) -> Builder {
     match config.pod_cidr.as_str() {
         "" => builder,
@@ -59,7 +60,7 @@ pub(crate) fn configured(builder: Builder, config: &Config) -> Builder {
     }
 }
 
-/// Keeps telling the runtime what `source` says.
+/// Keeps the addresses of `source` set in the runtime.
 pub(crate) fn keep(builder: Builder, source: Source) -> Builder {
     builder.attach("pod CIDR", move |handles, stop| async move {
         stop.run_until_cancelled(follow(handles.services.runtime, source)).await;
@@ -67,7 +68,7 @@ pub(crate) fn keep(builder: Builder, source: Source) -> Builder {
 }
 
 async fn follow(runtime: Runtime, mut source: Source) {
-    let mut told: Option<Told> = None;
+    let mut current: Option<Update> = None;
     let mut failing = false;
     loop {
         let (cidr, socket) = (source.now(), identity(runtime.socket()).await);
@@ -75,15 +76,15 @@ async fn follow(runtime: Runtime, mut source: Source) {
             source.changed().await;
             continue;
         }
-        let wanted = Told { cidr, socket };
-        if told.as_ref() != Some(&wanted) {
+        let wanted = Update { cidr, socket };
+        if current.as_ref() != Some(&wanted) {
             match runtime.update_runtime_config(&wanted.cidr).await {
                 Ok(()) => {
-                    info!(cidr = wanted.cidr, "the container runtime knows the addresses of pods");
-                    (told, failing) = (Some(wanted), false);
+                    info!(cidr = wanted.cidr, "set the pod CIDR in the container runtime");
+                    (current, failing) = (Some(wanted), false);
                 }
                 Err(error) if !std::mem::replace(&mut failing, true) => {
-                    warn!(%error, cidr = wanted.cidr, "cannot tell the container runtime the addresses of pods");
+                    warn!(%error, cidr = wanted.cidr, "cannot set the pod CIDR in the container runtime, retrying");
                 }
                 Err(_) => {}
             }
@@ -95,14 +96,14 @@ async fn follow(runtime: Runtime, mut source: Source) {
     }
 }
 
-/// What was told, and to whom.
+/// Addresses and the runtime that has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Told {
+struct Update {
     cidr: String,
     socket: Option<(u64, u64, i64)>,
 }
 
-/// Tells a runtime that was started anew from the one before: it has made another socket.
+/// Returns the identity of the runtime's socket, which distinguishes a restarted runtime.
 async fn identity(socket: &Path) -> Option<(u64, u64, i64)> {
     let socket = socket.to_owned();
     let look = move || {

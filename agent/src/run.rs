@@ -1,4 +1,4 @@
-//! `beelet run`: the agent itself.
+//! Command line of `beelet run`, the agent itself.
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ pub(crate) struct RunArgs {
     log_format: LogFormat,
 }
 
-/// Programs that know who the node is at image registries.
+/// Flags for credential providers of image registries.
 #[derive(Debug, Default, Args)]
 pub(crate) struct ProviderArgs {
     /// Credential providers for image registries: a CredentialProviderConfig file, or a directory of them.
@@ -62,10 +62,10 @@ pub(crate) struct ProviderArgs {
 }
 
 impl ProviderArgs {
-    /// Puts what the flags name into the configuration.
+    /// Adds the credential providers of the flags to the configuration.
     ///
     /// # Errors
-    /// One flag without the other, or a file that can't be.
+    /// Only one of the flags is set, or a file is invalid.
     pub(crate) fn resolve(&self, config: &mut Config) -> Result<(), String> {
         config.credential_providers = match (
             &self.image_credential_provider_config,
@@ -93,7 +93,7 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-/// Runs it until it is told to stop.
+/// Runs the agent until it is stopped.
 #[must_use]
 pub(crate) fn run(args: &RunArgs) -> ExitCode {
     let (mut config, warnings) = match Config::layered(args.sources()) {
@@ -148,8 +148,7 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
     end(start(builder, config))
 }
 
-/// Prints everything that is wrong with a configuration; where a check was asked for, with everything that
-/// has no effect.
+/// Prints all faults of a configuration and, with `with_warnings`, all settings without an effect.
 pub(crate) fn print_faults(faults: &ConfigFaults, with_warnings: bool) {
     for warning in faults.warnings.iter().filter(|_| with_warnings) {
         eprintln!("warning: {warning}");
@@ -159,7 +158,7 @@ pub(crate) fn print_faults(faults: &ConfigFaults, with_warnings: bool) {
     }
 }
 
-/// The exit code of the program.
+/// Returns the exit code of the program, and prints the error, if any.
 pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
     match ran {
         Ok(()) => ExitCode::SUCCESS,
@@ -175,7 +174,7 @@ pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// Returns true if the system refused something to this user.
+/// Returns true if the error was caused by missing permissions.
 fn is_denied(error: &anyhow::Error) -> bool {
     let denied = |cause: &(dyn std::error::Error + 'static)| {
         let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
@@ -184,13 +183,13 @@ fn is_denied(error: &anyhow::Error) -> bool {
     error.chain().any(denied)
 }
 
-/// Runs a node until it is told to stop.
+/// Runs a node until it is stopped.
 pub(crate) fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
-    // Nearly all work is waiting: two threads are enough for any node.
+    // Two threads are enough for any node, since nearly all tasks wait most of the time.
     crate::threads::run(2, crate::node::run(builder, config))
 }
 
-/// The verbosity at the kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
+/// Returns the verbosity for the kubelet's log level: 2 is usual, 4 adds actions, 6 and above add reasons.
 pub(crate) fn verbosity(level: u8) -> u8 {
     match level {
         0..=3 => 0,
@@ -200,7 +199,7 @@ pub(crate) fn verbosity(level: u8) -> u8 {
 }
 
 impl RunArgs {
-    /// The configuration's file, and over it the settings that are flags.
+    /// Returns the configuration file and the settings of flags that override it.
     fn sources(&self) -> Sources {
         let stop = Setting {
             name: "--stop-pods-on-exit".to_owned(),
@@ -221,16 +220,16 @@ fn directives(verbose: u8) -> &'static str {
     }
 }
 
-/// The log, and where spans go. Lasts as long as the program runs.
+/// Logging and the export of spans for the lifetime of the program.
 pub(crate) struct Logging {
-    /// Changes how much the log says.
+    /// Changes the log level.
     pub(crate) verbosity: Verbosity,
-    /// Sends the spans that are left when it is dropped.
+    /// Exporter of spans, which sends the last ones when it is dropped.
     _spans: Option<Exporter>,
 }
 
-/// Log lines go to standard error: standard output belongs to what a command prints. Spans of this node go
-/// where the configuration says; without it nothing asks for them, and none is made.
+/// Starts logging to standard error, since standard output is for commands' output, and the export of spans,
+/// if configured. Without an export, no spans are created.
 pub(crate) fn start_logging(format: LogFormat, verbose: u8, spans: Option<(&Tracing, &str)>) -> Logging {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {

@@ -1,5 +1,5 @@
-//! Spans over OTLP, where the configuration has `tracing`: what took how long on a pod's way, and each call
-//! to the container runtime, which may go on with its own spans below ours (docs/decisions/0025-spans.md).
+//! Exports spans over OTLP if the configuration has `tracing`: the steps of a pod's start and stop, and each
+//! call to the container runtime, which may add its own child spans (docs/decisions/0025-spans.md).
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -19,28 +19,28 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::{Subscriber, level_filters::LevelFilter};
 use tracing_subscriber::{Layer, filter::Targets, registry::LookupSpan};
 
-/// How long a collector may take for a batch.
+/// Timeout of the export of a batch.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What is left at the end may take so long.
+/// Timeout of the last export when the agent stops.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// The endpoint as a URI.
+/// Returns the endpoint as a URI.
 fn address(endpoint: &str) -> String {
     if endpoint.starts_with("unix:") { endpoint.to_owned() } else { format!("http://{endpoint}") }
 }
 
-/// What sends spans. Dropped, it sends those that are left.
+/// Exporter of spans. Dropping it sends the remaining spans.
 pub(crate) struct Exporter {
     provider: SdkTracerProvider,
-    /// The connection is served here, and not among the agent's own threads.
+    /// Runtime of the connection, separate from the agent's own threads.
     runtime: Option<Runtime>,
 }
 
 impl Exporter {
-    /// Starts it. The connection is made when there is a first batch.
+    /// Starts the exporter. The first batch opens the connection.
     ///
     /// # Errors
-    /// There are no threads for it, or the endpoint is none.
+    /// The system cannot create threads, or the endpoint is invalid.
     pub(crate) fn start(tracing: &Tracing, node: &str) -> anyhow::Result<Self> {
         let runtime =
             Builder::new_multi_thread().worker_threads(1).thread_name("spans").enable_all().build()?;
@@ -52,13 +52,13 @@ impl Exporter {
             .build()?;
         let endpoint = tracing.endpoint.clone();
         let sampler = Sampler::TraceIdRatioBased(f64::from(tracing.per_million) / 1e6);
-        // The kubelet's name of itself: dashboards look for it.
+        // The kubelet's service name, which dashboards use.
         let resource = Resource::builder()
             .with_service_name("kubelet")
             .with_attribute(KeyValue::new("host.name", node.to_owned()))
             .build();
         let provider = SdkTracerProvider::builder()
-            .with_batch_exporter(Told { exporter, endpoint, failing: AtomicBool::new(false) })
+            .with_batch_exporter(Logged { exporter, endpoint, failing: AtomicBool::new(false) })
             .with_sampler(Sampler::ParentBased(Box::new(sampler)))
             .with_resource(resource)
             .build();
@@ -66,7 +66,7 @@ impl Exporter {
         Ok(Self { provider, runtime: Some(runtime) })
     }
 
-    /// What takes the spans, and nothing else, from the agent's code.
+    /// Returns the layer that collects the agent's spans, and no other events.
     pub(crate) fn layer<S>(&self) -> impl Layer<S> + use<S>
     where
         S: Subscriber + for<'span> LookupSpan<'span>,
@@ -83,33 +83,33 @@ impl Exporter {
 impl Drop for Exporter {
     fn drop(&mut self) {
         if let Err(error) = self.provider.shutdown_with_timeout(FAREWELL) {
-            tracing::debug!("the last spans were not sent: {error}");
+            tracing::debug!("cannot send the last spans: {error}");
         }
-        // Dropped, it would wait for as long as the endpoint's name is looked up.
+        // Dropping the runtime would wait for a pending lookup of the endpoint's name.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
     }
 }
 
-/// Sends, and says in the log when that begins to fail, and when it works again.
+/// Exporter that logs the first failure and the recovery.
 #[derive(Debug)]
-struct Told<E> {
+struct Logged<E> {
     exporter: E,
     endpoint: String,
     failing: AtomicBool,
 }
 
-impl<E: SpanExporter> SpanExporter for Told<E> {
+impl<E: SpanExporter> SpanExporter for Logged<E> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len();
         let sent = self.exporter.export(batch).await;
         let failed = self.failing.swap(sent.is_err(), Ordering::Relaxed);
         match &sent {
             Err(error) if !failed => {
-                tracing::warn!(endpoint = self.endpoint, spans, %error, "spans can't be sent, and are lost");
+                tracing::warn!(endpoint = self.endpoint, spans, %error, "cannot send spans; dropping them");
             }
-            Ok(()) if failed => tracing::info!(endpoint = self.endpoint, "spans are sent again"),
+            Ok(()) if failed => tracing::info!(endpoint = self.endpoint, "sending spans again"),
             _ => {}
         }
         sent

@@ -1,23 +1,22 @@
-//! The threads of a daemon.
+//! Threads of a daemon.
 
 use std::{future::Future, io, time::Duration};
 
 use tokio::runtime::{Builder, Runtime};
 
-/// How long a thread that may block waits for more work. What is read once per second finds it again: a
-/// thread is not made anew for each reading.
+/// Maximum idle time of a blocking thread, so that readings once per second reuse the thread.
 const IDLE: Duration = Duration::from_secs(3);
 
-/// How long what may block is waited for when a daemon ends.
+/// Maximum wait for blocking threads when a daemon ends.
 const LAST: Duration = Duration::from_secs(2);
 
-/// Runs a daemon with so many threads until it ends.
+/// Runs a daemon with `workers` threads until it ends.
 ///
-/// What blocks then (a mount of a server that is gone, a driver with an hour's time) isn't waited for longer,
-/// as dropping the runtime would: a record on disk tells the next start of it.
+/// Does not wait longer for blocked threads (a mount of a vanished server, a driver with an hour's time), as
+/// dropping the runtime would: a record on disk lets the next start continue.
 ///
 /// # Errors
-/// The system gives no threads, or the daemon's own.
+/// The system cannot create threads, or the daemon failed.
 pub(crate) fn run<T>(workers: usize, daemon: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = runtime(workers)?;
     let ran = runtime.block_on(daemon);
@@ -25,11 +24,11 @@ pub(crate) fn run<T>(workers: usize, daemon: impl Future<Output = anyhow::Result
     ran
 }
 
-/// A runtime of so many threads for all that waits. Those that may block (files, statistics) come and go: on
-/// a node that rests there are few, however many a hundred pods needed when they started at once.
+/// Returns a runtime with `workers` threads for asynchronous tasks. Idle blocking threads (files, statistics)
+/// end: an idle node has few of them, even after a hundred pods started at once.
 ///
 /// # Errors
-/// The system gives no threads.
+/// The system cannot create threads.
 fn runtime(workers: usize) -> io::Result<Runtime> {
     beelet_bpf::tame_allocator();
     Builder::new_multi_thread().worker_threads(workers).thread_keep_alive(IDLE).enable_all().build()

@@ -146,7 +146,7 @@ fn problems_that_prevent_a_start_are_missing_findings() {
         assert_eq!(finding["state"], "missing", "{finding}");
         assert!(finding["detail"].as_str().unwrap().contains(part), "{finding}");
     };
-    check("stateDir", "/state is no folder");
+    check("stateDir", "/state is not a folder");
     check("kubelet API", "authorization.mode is Webhook");
     assert_eq!(find(&findings, "runDir")["state"], "ok");
     assert_eq!(find(&findings, "resolvConf")["state"], "degraded");

@@ -1,5 +1,5 @@
-//! Answers of the API server for parts that start before the node has connected: each waits in a cell for the
-//! connection.
+//! Clients of the API server for parts that start before the node has connected. They fail until the
+//! connection is set.
 
 use std::sync::{Arc, OnceLock};
 
@@ -18,14 +18,14 @@ use beelet_model::{
     storage::{Answer, Storage, StorageError, Token},
 };
 
-/// The connection, which the parts share.
+/// The shared connection.
 #[derive(Clone)]
 pub(super) struct Session {
     pub(super) client: Client,
     pub(super) connections: Connections,
 }
 
-/// Asks the API server who may use the node's server, once there is a connection.
+/// Authenticates and authorizes users of the node's server once the node has connected.
 pub(super) struct LateReviews {
     pub(super) session: Arc<SetOnce<Session>>,
     pub(super) node: String,
@@ -51,7 +51,7 @@ impl AccessReviewer for LateReviews {
     }
 }
 
-/// Asks the API server for service accounts, once there is a connection.
+/// Reads service accounts once the node has connected.
 #[derive(Default)]
 pub(super) struct LateAccounts {
     pub(super) session: Arc<SetOnce<Session>>,
@@ -82,7 +82,7 @@ impl ServiceAccounts for LateAccounts {
     }
 }
 
-/// Asks the API server for storage, once there is a connection.
+/// Reads storage objects once the node has connected.
 pub(super) struct LateStorage {
     pub(super) session: Arc<SetOnce<Session>>,
     pub(super) node: watch::Receiver<Option<Arc<core::Node>>>,

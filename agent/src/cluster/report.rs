@@ -1,4 +1,4 @@
-//! The report of a node that its status is written by: the runtime's facts, and the machine's resources and
+//! Collects the report for the Node's status: the runtime's facts, and the machine's resources and
 //! conditions.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -15,9 +15,9 @@ use tokio::{
 use crate::node::Handles;
 use beelet_cri::Runtime;
 
-/// The time between two requests to a runtime whose network is not ready.
+/// Interval of requests to a runtime whose network is not ready.
 const NETWORK: Duration = Duration::from_secs(1);
-/// The time between two lists of images.
+/// Interval of lists of images.
 const IMAGES: Duration = Duration::from_secs(60);
 
 /// The container runtime's part of the Node's status.
@@ -27,12 +27,12 @@ pub(super) struct RuntimeFacts {
     handlers: Vec<core::NodeRuntimeHandler>,
     features: Option<core::NodeFeatures>,
     images: Vec<core::ContainerImage>,
-    /// The reason why its network is not ready.
+    /// Reason for a network that is not ready.
     network: Option<String>,
 }
 
-/// Keeps `facts` up to date, so that a writer of the status never waits for the runtime. `changes` changes
-/// when the status differs.
+/// Keeps `facts` up to date, so that the writer of the status never waits for the runtime. Notifies `changes`
+/// when the status may have changed.
 pub(super) async fn follow(
     handles: Handles,
     facts: watch::Sender<RuntimeFacts>,
@@ -72,8 +72,8 @@ pub(super) async fn follow(
     }
 }
 
-/// Asks for what changes while the runtime runs, or when it is replaced. What it does not answer stays as it
-/// was.
+/// Reads the facts that change while the runtime runs or when it is replaced. Facts without an answer keep
+/// their value.
 async fn ask(runtime: &Runtime, facts: &mut RuntimeFacts) {
     if let Ok(version) = runtime.version().await {
         facts.version = format!("{}://{}", version.runtime_name, version.runtime_version);
@@ -92,7 +92,7 @@ async fn ask(runtime: &Runtime, facts: &mut RuntimeFacts) {
     });
 }
 
-/// A condition is for people; a runtime may say anything.
+/// Limits the length of a runtime's text, which may be arbitrary.
 fn shortened(words: &str) -> String {
     words.chars().take(1024).collect()
 }
@@ -112,7 +112,7 @@ fn image(image: cri::Image) -> core::ContainerImage {
     }
 }
 
-/// Reports the machine's present state, without waiting.
+/// Returns a function that reports the machine's current state without waiting.
 pub(super) fn reporter(
     handles: Handles,
     facts: watch::Receiver<RuntimeFacts>,
@@ -147,7 +147,7 @@ pub(super) fn reporter(
     })
 }
 
-/// A node without a network is not ready, whatever else it is.
+/// Sets the Ready condition to false because the network is not ready.
 fn not_ready(conditions: &mut [core::NodeCondition], why: &str) {
     let ready = conditions.iter_mut().find(|condition| condition.type_ == "Ready");
     let Some(ready) = ready else { return };

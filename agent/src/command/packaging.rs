@@ -1,5 +1,4 @@
-//! packaging/ says what this program takes: the units and the DaemonSet against the command line and each
-//! other.
+//! Tests that the units and the DaemonSet in packaging/ match the command line and each other.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -21,7 +20,7 @@ fn unit(name: &str) -> String {
     std::fs::read_to_string(packaging().join(name)).unwrap()
 }
 
-/// The value of a unit's setting.
+/// Returns the value of a unit's setting.
 fn setting<'a>(unit: &'a str, name: &str) -> &'a str {
     let value = unit.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
     value.unwrap_or_else(|| panic!("no {name}="))
@@ -34,7 +33,7 @@ fn daemon_set() -> (String, Value) {
     (text, set.unwrap())
 }
 
-/// The DaemonSet's container.
+/// Returns the DaemonSet's container.
 fn container(set: &Value) -> &Value {
     let containers = set["spec"]["template"]["spec"]["containers"].as_array().unwrap();
     assert_eq!(containers.len(), 1);
@@ -60,10 +59,10 @@ fn the_units_start_commands_that_there_are() {
         let words: Vec<String> = setting(&text, "ExecStart").split(' ').map(str::to_owned).collect();
         assert_eq!(words[0], "/usr/bin/beelet");
         assert!(is_right(&parsed(&words[1..])), "{words:?}");
-        // What `node::systemd` tells.
+        // `node::systemd` notifies systemd.
         assert_eq!(setting(&text, "Type"), "notify");
         assert!(!setting(&text, "WatchdogSec").is_empty());
-        // However often it fails it is started again, and it stops no other unit.
+        // The unit restarts after any number of failures, and stops no other unit.
         assert_eq!((setting(&text, "Restart"), setting(&text, "StartLimitIntervalSec")), ("always", "0"));
         assert!(!text.contains("\nConflicts="));
     }
@@ -84,7 +83,7 @@ fn the_daemon_sets_arguments_are_the_command_lines() {
         .collect();
     assert!(!args.iter().any(|arg| arg.contains("$(")), "{args:?}");
     assert!(matches!(parsed(&args), Command::Observe(_)));
-    // The port that is scraped and asked for its health is the one that is served.
+    // Scrapes and health checks use the served port.
     let port = container["ports"][0]["containerPort"].to_string();
     assert!(args.contains(&format!("--listen=10.0.0.1:{port}")), "{args:?}");
     let annotations = &set["spec"]["template"]["metadata"]["annotations"];
@@ -103,30 +102,30 @@ fn the_daemon_set_has_the_units_capabilities_and_says_how_many() {
         setting(&unit, "CapabilityBoundingSet").split(' ').map(str::to_owned).collect();
     assert_eq!(added, bounding);
     let number = ["no", "one", "two", "three", "four", "five", "six"][added.len()];
-    assert!(text.contains(&format!("{number} capabilities")), "the head names another number than {number}");
+    assert!(text.contains(&format!("{number} capabilities")), "the comment at the top must say {number}");
 }
 
 #[test]
 fn systemd_knows_every_setting_of_the_units() {
     let dir = tempfile::tempdir().unwrap();
     for name in UNITS {
-        // It wants the program to be there.
+        // systemd-analyze requires the program to exist.
         let text = unit(name).replace("/usr/bin/beelet ", "/bin/true ");
         std::fs::write(dir.path().join(name), text).unwrap();
         let mut verify = Process::new("systemd-analyze");
         let output = verify.args(["verify", "--man=no"]).arg(dir.path().join(name)).output();
         let Ok(output) = output else {
-            eprintln!("there is no systemd-analyze: the units are not verified");
+            eprintln!("cannot run systemd-analyze; skipping the units");
             return;
         };
         let said = String::from_utf8_lossy(&output.stderr);
-        // It has something to say of this machine's own units, too.
+        // systemd-analyze also reports this machine's own units.
         let of_ours: Vec<&str> = said.lines().filter(|line| line.contains(name)).collect();
         assert!(output.status.success() && of_ours.is_empty(), "{of_ours:#?}");
     }
 }
 
-/// The package's configuration with its commented defaults in force.
+/// Returns the package's configuration with its commented defaults uncommented.
 fn uncommented(text: &str) -> String {
     let is_default =
         |rest: &str| rest.split_once(": ").is_some_and(|(field, _)| field.chars().all(char::is_alphanumeric));
@@ -153,7 +152,7 @@ fn the_packages_configuration_is_good_and_its_comments_show_the_defaults() {
     let filled = uncommented(&text);
     assert!(filled.lines().filter(|line| !line.starts_with('#')).count() > 15, "{filled}");
     assert_eq!(load("filled-in.yaml", &filled), config);
-    // What is no default can be taken as it is, too.
+    // The commented examples are valid, too.
     let optional =
         text.replace("\n#cgroup", "\ncgroup").replace("\n#system", "\nsystem").replace("\n#shut", "\nshut");
     assert_ne!(load("with-options.yaml", &optional), config);

@@ -1,16 +1,16 @@
-//! The kubelet's flags that are settings of its configuration, as `AddKubeletConfigFlags`
-//! (cmd/kubelet/app/options) has them, and those that nobody needs.
+//! The kubelet's flags for settings of its configuration, as in `AddKubeletConfigFlags`
+//! (cmd/kubelet/app/options), and its flags without an effect.
 
 use beelet_units::duration;
 use serde_json::{Map, Value, json};
 
 use super::nested;
 
-/// How a flag is written.
+/// Syntax of a flag's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shape {
     Text,
-    /// Stands alone, or is followed by `=true` or `=false`.
+    /// No value, or `=true` or `=false`.
     Switch,
     Number,
     Duration,
@@ -27,28 +27,28 @@ pub(super) enum Shape {
 }
 
 impl Shape {
-    /// Whether its value is parts between commas, which may also come by the flag said again.
+    /// Returns true if the value is a comma-separated list, which a repeated flag extends.
     pub(super) fn has_parts(self) -> bool {
         matches!(self, Shape::List | Shape::Map | Shape::Gates | Shape::Thresholds)
     }
 
-    /// Whether it is a map that takes the place of the file's. Of feature gates, both count.
+    /// Returns true for a map that replaces the file's. Feature gates of both are merged.
     pub(super) fn is_map(self) -> bool {
         matches!(self, Shape::Map | Shape::Thresholds)
     }
 }
 
-/// A flag and what it sets.
+/// A flag and its setting.
 #[derive(Debug)]
 pub(super) struct Flag {
     pub(super) name: &'static str,
-    /// The field, from the document's root.
+    /// Path of the field from the document's root.
     pub(super) field: &'static str,
     pub(super) shape: Shape,
 }
 
 impl Flag {
-    /// The document that says the same.
+    /// Returns a document with the flag's setting.
     pub(super) fn fields(&self, value: &str) -> Result<Map<String, Value>, String> {
         Ok(nested(self.field, parsed(self.shape, value)?))
     }
@@ -87,7 +87,7 @@ fn parsed(shape: Shape, text: &str) -> Result<Value, String> {
     })
 }
 
-/// Go's `strconv.ParseBool`.
+/// Parses a boolean like Go's `strconv.ParseBool`.
 fn switch(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "TRUE" | "true" | "True" => Ok(true),
@@ -98,7 +98,7 @@ fn switch(text: &str) -> Result<bool, String> {
 
 fn taint(text: &str) -> Result<Value, String> {
     let (key, effect) =
-        text.rsplit_once(':').ok_or(format!("{text:?} is no taint: write key=value:effect"))?;
+        text.rsplit_once(':').ok_or(format!("{text:?} is not a taint; use key=value:effect"))?;
     let (key, value) = key.split_once('=').unwrap_or((key, ""));
     Ok(json!({ "key": key, "value": value, "effect": effect }))
 }
@@ -107,7 +107,7 @@ const fn flag(name: &'static str, field: &'static str, shape: Shape) -> Flag {
     Flag { name, field, shape }
 }
 
-/// By name.
+/// All flags, by name.
 pub(super) const FLAGS: &[Flag] = &[
     flag("address", "address", Shape::Text),
     flag("allowed-unsafe-sysctls", "allowedUnsafeSysctls", Shape::List),
@@ -217,15 +217,15 @@ pub(super) const FLAGS: &[Flag] = &[
     flag("volume-stats-agg-period", "volumeStatsAggPeriod", Shape::Duration),
 ];
 
-const OF_CADVISOR: &str = "it is cAdvisor's, and containers are measured without it here";
+const OF_CADVISOR: &str = "beelet measures containers without cAdvisor";
 
-/// Flags that are taken and do nothing, each with its reason, and whether it may stand alone.
+/// Accepted flags without an effect: name, reason, and true for a flag without a value.
 pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ("application-metrics-count-limit", OF_CADVISOR, false),
     ("boot-id-file", OF_CADVISOR, false),
-    ("cloud-config", "clouds are run by their own controller", false),
+    ("cloud-config", "clouds have their own controllers", false),
     ("container-hints", OF_CADVISOR, false),
-    ("container-runtime", "the runtime is what answers at containerRuntimeEndpoint", false),
+    ("container-runtime", "containerRuntimeEndpoint selects the runtime", false),
     ("containerd", OF_CADVISOR, false),
     ("containerd-namespace", OF_CADVISOR, false),
     ("enable-load-reader", OF_CADVISOR, true),
@@ -234,10 +234,10 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ("exit-on-lock-contention", "a second agent is always refused", true),
     (
         "experimental-allocatable-ignore-eviction",
-        "eviction thresholds always lessen what pods may have",
+        "eviction thresholds always reduce the allocatable resources",
         true,
     ),
-    ("experimental-mounter-path", "volumes are mounted by the agent itself", false),
+    ("experimental-mounter-path", "the agent mounts volumes itself", false),
     ("global-housekeeping-interval", OF_CADVISOR, false),
     ("housekeeping-interval", OF_CADVISOR, false),
     ("lock-file", "a second agent is always refused", false),
@@ -258,10 +258,10 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ),
     ("minimum-container-ttl-duration", "set containerGCMinimumAge of the BeeletConfiguration", false),
     ("network-plugin", "the container runtime runs the network plugin", false),
-    ("pod-infra-container-image", "the container runtime knows its sandbox image and keeps it", false),
+    ("pod-infra-container-image", "the container runtime selects and retains its sandbox image", false),
     ("register-schedulable", "register with a taint instead", true),
     ("reserved-memory", "memory is not pinned to NUMA nodes in this version", false),
-    ("runtime-cgroups", "the runtime's own cgroup is left alone", false),
+    ("runtime-cgroups", "the agent leaves the runtime's own cgroup alone", false),
     ("storage-driver-buffer-duration", OF_CADVISOR, false),
     ("storage-driver-db", OF_CADVISOR, false),
     ("storage-driver-host", OF_CADVISOR, false),

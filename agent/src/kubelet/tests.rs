@@ -1,6 +1,6 @@
 use super::*;
 
-/// The configuration of a command line, without a kubeconfig.
+/// Returns the configuration of a command line, without a kubeconfig, and the warnings.
 fn read_line(line: &[&str]) -> Result<(Config, Vec<String>), String> {
     let arguments = std::iter::once("kubelet").chain(line.iter().copied());
     let matches = command().try_get_matches_from(arguments.map(|word| normalized(word.into())));

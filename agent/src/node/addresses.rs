@@ -1,5 +1,5 @@
-//! The node's own addresses: those that were configured, else the one that the routing table has packets
-//! leave from. Asked again while the node runs: a machine may boot before its network, and be renumbered.
+//! The node's own addresses: the configured ones, or the source address of the default route. The route is
+//! queried repeatedly: a machine may boot before its network, and be renumbered.
 
 use std::{
     io,
@@ -12,10 +12,10 @@ use beelet_model::pod::HostIps;
 use beelet_policy::node::addresses::{configured, destinations, is_ipv6_first, is_reachable};
 use tracing::{error, info};
 
-/// What was found counts for so long: statuses ask for it each time.
+/// Cache time of the address, which every status needs.
 const FRESH: Duration = Duration::from_secs(5);
 
-/// The addresses of a node with these `--node-ip`s.
+/// Returns the addresses of a node with these `--node-ip`s.
 pub(super) fn of(all: &[IpAddr]) -> HostIps {
     let (named, v6_first) = (configured(all), is_ipv6_first(all));
     if !named.is_empty() {
@@ -30,7 +30,7 @@ pub(super) fn of(all: &[IpAddr]) -> HostIps {
     })
 }
 
-/// What was found last.
+/// The cached address.
 #[derive(Default)]
 struct Found {
     address: Option<IpAddr>,
@@ -41,18 +41,18 @@ impl Found {
     fn at(&mut self, now: Instant, ask: impl FnOnce() -> Option<IpAddr>) -> Vec<IpAddr> {
         if self.asked.is_none_or(|asked| now.saturating_duration_since(asked) >= FRESH) {
             let before = std::mem::replace(&mut self.address, ask());
-            self.note(before);
+            self.report(before);
             self.asked = Some(now);
         }
         self.address.into_iter().collect()
     }
 
-    /// Says what is new.
-    fn note(&self, before: Option<IpAddr>) {
+    /// Logs a change of the address.
+    fn report(&self, before: Option<IpAddr>) {
         match (before, self.address) {
             (_, None) if before.is_some() || self.asked.is_none() => error!(
-                "this machine has no address that others reach it at: no route leads out of it. Pods on its network and \
-                 its Node have no address until there is one; set the network up, or name the address with --node-ip"
+                "this machine has no reachable address because it has no default route; its Node and the pods on its \
+                 network have no address until then: set up the network, or set --node-ip"
             ),
             (None, Some(address)) if self.asked.is_some() => {
                 info!(%address, "this machine has an address now");
@@ -65,7 +65,7 @@ impl Found {
     }
 }
 
-/// The address that packets to `to` leave from. Connecting a UDP socket asks the routing table and sends
+/// Returns the source address of packets to `to`. Connecting a UDP socket queries the routing table and sends
 /// nothing.
 fn routed(to: IpAddr) -> io::Result<Option<IpAddr>> {
     let any: IpAddr = if to.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };

@@ -1,6 +1,6 @@
-//! The one way to build an agent. `run` and `observe` take it as it is; tests give it other [`Doors`]; parts
-//! that are built elsewhere (a cluster's) add sources of pods and tasks of their own. `node/run.rs` and
-//! `node/observe.rs` list the parts that a built agent starts.
+//! Builds an agent. `run` and `observe` use the defaults; tests replace [`Doors`]; parts that are built
+//! elsewhere (a cluster's) add sources of pods and tasks. `node/run.rs` and `node/observe.rs` list the parts
+//! that a built agent starts.
 
 use std::{fmt, sync::Arc};
 
@@ -34,16 +34,16 @@ impl Builder {
         Self { doors, ..self }
     }
 
-    /// Adds a source of pods beside the static manifests.
+    /// Adds a source of pods in addition to the static manifests.
     #[must_use]
     pub fn source(mut self, desired: watch::Receiver<Arc<Desired>>) -> Self {
         self.sources.push(desired);
         self
     }
 
-    /// Adds a part that runs beside the others. It is made once the container runtime has answered, and must
-    /// end when its token is cancelled, and not before: that ends the agent. The token is cancelled after the
-    /// pods' manager has ended, so that the last changes of the pod table can still be passed on.
+    /// Adds a concurrent part, which is created once the container runtime has answered. The part must end
+    /// when its token is cancelled, and not earlier: that would end the agent. The token is cancelled after
+    /// the pods' manager has ended, so that the part can still handle the last changes of the pod table.
     #[must_use]
     pub fn attach<F>(
         mut self,
@@ -57,15 +57,14 @@ impl Builder {
         self
     }
 
-    /// Authorizes the clients of the node's HTTPS server: the API server, on a node of a cluster. With them
-    /// it is served on 10250 unless the configuration says something else; without them only where the
-    /// configuration says so.
+    /// Sets the reviewers that authorize clients of the node's HTTPS server: the API server, on a cluster's
+    /// node. With reviewers the default port is 10250; without them the server is off by default.
     #[must_use]
     pub fn reviewers(self, reviewers: Reviewers) -> Self {
         Self { reviewers, ..self }
     }
 
-    /// Asks `accounts` for the pods' service accounts: the API server, on a node of a cluster.
+    /// Sets the source of the pods' service accounts: the API server, on a cluster's node.
     #[must_use]
     pub fn accounts(mut self, accounts: Arc<dyn ServiceAccounts>) -> Self {
         self.api_server.accounts = Some(accounts);
@@ -79,7 +78,7 @@ impl Builder {
         self
     }
 
-    /// Lets clients of the node's HTTPS server set the log's level.
+    /// Lets clients of the node's HTTPS server set the log level.
     #[must_use]
     pub fn verbosity(self, verbosity: Verbosity) -> Self {
         Self { verbosity: Some(verbosity), ..self }

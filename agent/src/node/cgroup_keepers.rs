@@ -1,4 +1,5 @@
-//! Starts the parts that write cgroups beside the workers: the keeper of the pods' tree, and the tuner.
+//! Starts the parts that write cgroups in addition to the workers: the keeper of the pods' tree, and the
+//! tuner.
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use super::{kernel, opened::Node, tasks::Tasks};
 use beelet_model::request::Request;
 use beelet_pods::qos_tree;
 
-/// Starts both. The keeper sends `requests` to the pods' manager.
+/// Starts both parts. The keeper sends `requests` to the pods' manager.
 pub(super) fn start(node: &Node, tasks: &mut Tasks, requests: mpsc::Sender<Request>) {
     let (services, cgroups) = (&node.services, &node.cgroups);
     let keeper = qos_tree::Parts {

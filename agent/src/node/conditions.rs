@@ -1,5 +1,5 @@
-//! How the node is, in the words of a kubelet's Node status (`pkg/kubelet/nodestatus/setters.go`): what it is
-//! short of, and whether it is ready, each with the time since when.
+//! The node's conditions as in a kubelet's Node status (`pkg/kubelet/nodestatus/setters.go`): pressures and
+//! readiness, with their transition times.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,14 @@ use tokio::sync::watch;
 use super::health::Health;
 use beelet_model::pressure::Conditions;
 
-/// In the order in which the kubelet has them.
+/// Pressures in the kubelet's order.
 const PRESSURES: [NodeCondition; 3] =
     [NodeCondition::MemoryPressure, NodeCondition::DiskPressure, NodeCondition::PidPressure];
 
-/// Which pressures the node has, and since when it has each or doesn't.
+/// State of each pressure and the time of its last transition.
 pub(super) type Since = BTreeMap<NodeCondition, (bool, Timestamp)>;
 
-/// Notes when pressures come and go, until nobody tells any more. Before that the node has had none since
-/// now.
+/// Records the transitions of pressures until the sender is dropped. At first the node has none, as of now.
 pub(super) fn follow(
     mut pressures: watch::Receiver<Conditions>,
 ) -> (watch::Receiver<Since>, impl Future<Output = ()> + Send) {
@@ -46,7 +45,8 @@ fn record(since: &mut Since, held: &Conditions, now: Timestamp) {
     }
 }
 
-/// All of it, as of now. `goes_down`: since when the machine has been.
+/// Returns all current conditions. `goes_down` is the start of the machine's shutdown, if it is shutting
+/// down.
 pub(super) fn list(
     pressures: &Since,
     health: &Health,
@@ -65,7 +65,7 @@ pub(super) fn list(
 fn ready(health: Result<(), String>, since: Timestamp, goes_down: Option<Timestamp>) -> core::NodeCondition {
     match (health, goes_down) {
         (Ok(()), None) => condition("Ready", true, since, "KubeletReady", "kubelet is posting ready status"),
-        // The kubelet's words.
+        // The kubelet's message.
         (Ok(()), Some(at)) => condition("Ready", false, at, "KubeletNotReady", "node is shutting down"),
         (Err(error), _) => condition("Ready", false, since, "KubeletNotReady", &error),
     }
@@ -116,7 +116,7 @@ mod tests {
         told.send_replace([NodeCondition::MemoryPressure].into());
         let came = memory(&changes.wait_for(|since| memory(since).0).await.unwrap());
         assert!(came.1 > began.1);
-        // Another one changes nothing of it.
+        // Another pressure does not affect this one.
         told.send_replace([NodeCondition::MemoryPressure, NodeCondition::DiskPressure].into());
         let other = |since: &Since| since[&NodeCondition::DiskPressure].0;
         assert_eq!(memory(&changes.wait_for(other).await.unwrap()), came);

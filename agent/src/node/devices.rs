@@ -1,4 +1,4 @@
-//! Opens the devices, and starts what other programs ask of them.
+//! Opens the devices and creates the tasks that serve them to other programs.
 
 use std::sync::Arc;
 
@@ -28,11 +28,11 @@ pub(super) async fn open(
         scope,
         ..Settings::new(config.beelet.kubelet_dir.clone())
     };
-    // Listed in any case: only reading the checkpoint shows that it is damaged.
+    // Always list them: a damaged checkpoint shows only when it is read.
     let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
     let containers = services.runtime.list_containers(Some(ours)).await;
     let containers = containers.unwrap_or_else(|error| {
-        warn!(%error, "the runtime's containers can't be listed: a lost device checkpoint could not be rebuilt");
+        warn!(%error, "cannot list the runtime's containers; a lost device checkpoint cannot be rebuilt");
         Vec::new()
     });
     let store = services.doors.checkpoint.clone().unwrap_or_else(|| Arc::new(settings.checkpoint()));
@@ -46,9 +46,9 @@ pub(super) async fn open(
         node_name: config.node_name.clone(),
     };
     let open = move || Devices::open(parts, || remnants(&containers));
-    let (devices, tasks) = spawn_blocking(open).await.context("the devices could not be opened")?;
+    let (devices, tasks) = spawn_blocking(open).await.context("cannot open the devices")?;
     let tasks = tasks.with_handler(beelet_csi::KIND, Arc::new(services.csi.clone()));
-    // On a node of its own no pod has claims.
+    // Pods of a standalone node have no claims.
     if services.storage.is_some() {
         return Ok((devices, tasks.with_handler(beelet_dra::KIND, Arc::new(services.dra.clone()))));
     }

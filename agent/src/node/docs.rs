@@ -1,5 +1,5 @@
-//! docs/metrics.md, made from the code: the registry that `beelet run` serves, that of `beelet observe`, and
-//! the tables of the kubelet's pages. `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` writes it.
+//! Generates docs/metrics.md from the registries of `beelet run` and `beelet observe` and from the tables of
+//! the kubelet's pages. `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` writes the page.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -17,36 +17,35 @@ use beelet_stats::metrics::{CADVISOR, ContainerMetric, GREW, HELD, KERNEL, Kind,
 const HEAD: &str = "\
 # Metrics
 
-This page is made from the code (`BEELET_BLESS=1 cargo test -p beelet --lib metrics_page`); a test fails when it is old.
+This page is generated from the code (`BEELET_BLESS=1 cargo test -p beelet --lib metrics_page`); a test fails if it is outdated.
 
-The pages are split as the kubelet splits them, so a scrape job for a kubelet works with another port, and dashboards that
-tell the pages by `metrics_path` count nothing twice. All are served on `healthzPort` (`--listen` of `beelet observe`), and to
-those who may see them by the [HTTPS server](server.md). A
-sample whose value nothing on the machine knows (no kernel programs, no PSI, no limit) is left out; it is never 0 instead.
+The pages are split as in the kubelet, so a scrape job for a kubelet works with another port, and dashboards that distinguish the
+pages by `metrics_path` count nothing twice. All pages are served on `healthzPort` (`--listen` of `beelet observe`), and to
+authorized clients by the [HTTPS server](server.md). A sample with an unknown value (no BPF programs, no PSI, no limit) is omitted;
+it is never 0 instead.
 
-How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): some 60 of cAdvisor's for
-each and for its pod, 12 and a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`), but for
-`prober_probe_total`, which has it always, as the kubelet's has; its series go with the pod. A scrape reads every container
-once, whatever the number of pages scraped in the same moment.
+The number of measured containers (`maxMeasuredContainers`) bounds the number of series: some 60 of cAdvisor's per container and
+per pod, and 12 and a histogram of 17 buckets of beelet's own per container. `pod_uid` is a label only with `metricsPodUID: true`
+(`--pod-uid`), except for `prober_probe_total`, which always has it, as in the kubelet; its series end with the pod. A scrape reads
+every container once, regardless of the number of pages scraped at the same moment.
 
-`/metrics` and `/metrics/probes` are OpenMetrics text for a client whose `Accept` names it, as that of Prometheus does;
-all pages are in the text format for everybody else.
+`/metrics` and `/metrics/probes` are OpenMetrics text for a client whose `Accept` requests it, as Prometheus does; all pages are in
+the text format for other clients.
 
-A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, also where the table
-leaves that out.
+A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, even if the table omits that.
 ";
 
 const SUMMARY: &str = "
 ## `/stats/summary`
 
-The kubelet's summary (`k8s.io/kubelet/pkg/apis/stats/v1alpha1`), field by field as a recorded kubelet has it, but for these.
-Of the system containers there is `pods`.
+The kubelet's summary (`k8s.io/kubelet/pkg/apis/stats/v1alpha1`), with the fields of a recorded kubelet except the following.
+The only system container is `pods`.
 
-| field | why it is not there |
+| field | reason for its absence |
 | --- | --- |
 ";
 
-/// What can't be told from a family that has no samples yet: those that count by gauge or histogram.
+/// Kinds of gauge and histogram families that have no samples yet and so don't show their kind.
 const KINDS: &[(&str, &str)] = &[
     ("beelet_device_allocatable", "gauge"),
     ("beelet_device_capacity", "gauge"),
@@ -80,7 +79,7 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_pod_resources_endpoint_requests_total", "unknown"),
 ];
 
-/// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*`.
+/// Metrics of a kubelet and its cAdvisor in the panels and alerts of kubernetes-mixin, except `go_*`.
 const MIXIN: &[&str] = &[
     "container_cpu_cfs_periods_total",
     "container_cpu_cfs_throttled_periods_total",
@@ -137,15 +136,15 @@ const MIXIN: &[&str] = &[
     "volume_manager_total_volumes",
 ];
 
-/// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be
-/// printed; collectors tell theirs with the samples.
+/// Returns the registered families by name with their help. The registry has no accessor, but its debug
+/// output contains them; collectors emit theirs with the samples.
 fn families(registry: &Registry) -> BTreeMap<String, String> {
     let printed = format!("{registry:?}");
     let string = |rest: &str, field: &str| -> Option<String> {
         let rest = rest.split_once(&format!("{field}: "))?.1;
         serde_json::Deserializer::from_str(rest).into_iter::<String>().next()?.ok()
     };
-    // A family that is registered with a unit has it at the end of its name.
+    // The name of a family with a unit ends with the unit.
     let name = |rest: &str| -> Option<String> {
         let name = string(rest, "name")?;
         let unit = rest.split_once("unit: ")?.1.strip_prefix("Some(").and_then(|rest| rest.split_once(')'));
@@ -154,9 +153,9 @@ fn families(registry: &Registry) -> BTreeMap<String, String> {
     let descriptors = printed.split("Descriptor {").skip(1);
     let registered = descriptors.filter_map(|rest| Some((name(rest)?, string(rest, "help")?)));
     let text = encoded(registry);
-    let told = text.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split_once(' '));
-    let told = told.map(|(name, help)| (name.to_owned(), help.to_owned()));
-    told.chain(registered).map(|(name, help)| (name, help.trim_end_matches('.').to_owned())).collect()
+    let sampled = text.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split_once(' '));
+    let sampled = sampled.map(|(name, help)| (name.to_owned(), help.to_owned()));
+    sampled.chain(registered).map(|(name, help)| (name, help.trim_end_matches('.').to_owned())).collect()
 }
 
 fn encoded(registry: &Registry) -> String {
@@ -165,7 +164,7 @@ fn encoded(registry: &Registry) -> String {
     text
 }
 
-/// The kinds of the families that have samples.
+/// Returns the kinds of the families with samples.
 fn kinds(registry: &Registry) -> BTreeMap<String, String> {
     let text = encoded(registry);
     let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
@@ -235,7 +234,7 @@ fn page() -> String {
     others(&mut text, "/metrics/cadvisor");
     let _ = writeln!(
         text,
-        "\n## `/metrics/resource`\n\nWhat metrics-server reads.\n\n| name | kind | meaning |\n| --- | --- | --- |"
+        "\n## `/metrics/resource`\n\nThe page of metrics-server.\n\n| name | kind | meaning |\n| --- | --- | --- |"
     );
     others(&mut text, "/metrics/resource");
     text.push_str("\n## `/metrics/slis`\n\n| name | kind | meaning |\n| --- | --- | --- |\n");
@@ -247,7 +246,7 @@ fn page() -> String {
     text
 }
 
-/// The rest of a page, each with its labels.
+/// Adds the rest of a page's metrics with their labels.
 fn others(text: &mut String, page: &str) {
     for (_, (name, kind, help), labels) in http::documented().into_iter().filter(|(of, ..)| *of == page) {
         let labels: Vec<String> =
@@ -270,11 +269,11 @@ fn the_metrics_page_is_what_the_code_says() {
     let old: Vec<&str> = written.lines().filter(|line| !page.contains(line)).collect();
     assert!(
         page == written,
-        "docs/metrics.md is old: `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` makes it anew\nmissing: {new:#?}\nold: {old:#?}"
+        "docs/metrics.md is outdated; run `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page`\nmissing: {new:#?}\nold: {old:#?}"
     );
 }
 
-/// Names of metrics in a query: words with an underscore that something is asked of.
+/// Returns the names of metrics in a query: words with a known prefix.
 fn names(query: &str) -> Vec<&str> {
     let words = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'));
     let is_name = |word: &&str| {
@@ -285,7 +284,7 @@ fn names(query: &str) -> Vec<&str> {
     words.filter(is_name).collect()
 }
 
-/// Every query of a dashboard.
+/// Collects all queries of a dashboard.
 fn queries<'a>(value: &'a serde_json::Value, found: &mut Vec<&'a str>) {
     match value {
         serde_json::Value::Object(fields) => {
@@ -313,11 +312,11 @@ fn every_metric_of_the_dashboard_and_of_the_alerts_is_one_that_there_is() {
         let used: std::collections::BTreeSet<&str> = found.iter().flat_map(|query| names(query)).collect();
         assert!(used.len() > 10, "{used:?}");
         let unknown: Vec<_> = used.iter().filter(|name| !served.contains(**name)).collect();
-        assert!(unknown.is_empty(), "{file} asks for what nothing serves: {unknown:?}");
+        assert!(unknown.is_empty(), "{file} uses unknown metrics: {unknown:?}");
     }
 }
 
-/// The names of all samples that there may be, by the page.
+/// Returns the names of all possible samples of the page.
 fn samples() -> std::collections::BTreeSet<String> {
     let page = page();
     let rows = page.lines().filter_map(|line| {

@@ -10,29 +10,29 @@ use beelet_devices::Store;
 use beelet_eviction::gauges::Gauge;
 use beelet_pods::{qos_tree, refresh};
 
-/// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
+/// The agent's ways to the machine. Missing ones are opened on this machine.
 #[derive(Debug)]
 pub struct Doors {
-    /// The container runtime, driven by this agent alone. Without it the agent takes the runtime's lock
+    /// The container runtime, driven by this agent alone. If None, the agent acquires the runtime's lock
     /// itself.
     pub runtime: Option<Runtime>,
     /// The cgroup tree.
     pub cgroups: Option<Arc<Cgroups>>,
     /// The machine's size and address.
     pub machine: Option<Machine>,
-    /// The file of the device checkpoint.
+    /// File of the device checkpoint.
     pub checkpoint: Option<Arc<dyn Store>>,
-    /// Measures file systems, for the collection of images and for eviction.
+    /// Measures file systems, for image garbage collection and for eviction.
     pub space: Space,
-    /// Eviction's gauges beside those of file systems: memory and process ids.
+    /// Eviction's gauges other than those of file systems: memory and process ids.
     pub gauges: Option<Vec<Gauge>>,
-    /// This process is the agent's alone: its umask, its limits and its OOM score are set.
+    /// True if the process belongs to the agent, which then sets its umask, limits and OOM score.
     pub own_process: bool,
-    /// The time between two comparisons of the pods' cgroups with what they should hold.
+    /// Interval of comparisons of the pods' cgroups with their intended values.
     pub cgroup_check: Duration,
-    /// The time between two searches for orphaned pod folders.
+    /// Interval of searches for orphaned pod folders.
     pub orphan_check: Duration,
-    /// The time between two checks that the volumes of running pods are whole.
+    /// Interval of checks that the volumes of running pods are intact.
     pub volume_check: Duration,
 }
 

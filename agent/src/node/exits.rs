@@ -1,4 +1,4 @@
-//! Starts the parts that learn of containers' ends: from the kernel, from the runtime's events and from the
+//! Starts the parts that detect exits of containers: by the kernel, by the runtime's events and by the
 //! relist.
 
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use beelet_pleg::{
     stream,
 };
 
-/// The kernel program that reports exits, by its name in the table of capabilities.
+/// Name of the BPF program that reports exits, in the table of capabilities.
 const EXIT_PROGRAM: &str = "task_exited";
 
-/// Starts them. Returns a sender for other signs that a container may have ended.
+/// Starts these parts. Returns a sender for other hints of a container's exit.
 pub(super) fn follow(
     node: &Node,
     tasks: &mut Tasks,

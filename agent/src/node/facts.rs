@@ -1,4 +1,4 @@
-//! What the machine is: its size, its address, its name resolution.
+//! Facts of the machine: size, address, name resolution.
 
 use std::{
     collections::BTreeMap,
@@ -25,21 +25,21 @@ use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, HostDns, HostIps, NodeFacts};
 
-/// The largest resolver configuration that is read: the kubelet's bound.
+/// Maximum size of a resolver configuration, in bytes: the kubelet's bound.
 const RESOLVER_MAX: u64 = 10 << 20;
-/// What the kernel says of memory.
+/// The kernel's file of memory statistics.
 const MEMINFO: &str = "/proc/meminfo";
 
-/// What the machine has, and its address.
+/// The machine's resources and addresses.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// CPUs that are online.
+    /// Number of online CPUs.
     pub cpus: usize,
-    /// Bytes of memory.
+    /// Memory, in bytes.
     pub memory_bytes: u64,
-    /// Bytes of the file system of pods' volumes, as eviction measures it; `None` if it can't be measured.
+    /// Size of the file system of pods' volumes, in bytes, as eviction measures it; `None` if unknown.
     pub storage_bytes: Option<u64>,
-    /// Bytes of swap.
+    /// Swap, in bytes.
     pub swap_bytes: u64,
     /// Huge pages by resource name.
     pub hugepages: BTreeMap<String, Quantity>,
@@ -53,7 +53,7 @@ impl Machine {
         let dir = volumes_folder(config);
         let storage = blocking("measuring the folder of volumes", move || filesystem::statvfs(&dir)).await;
         let storage_bytes = storage.map(|disk| disk.bytes.capacity_bytes).inspect_err(|error| {
-            warn!(%error, "cannot measure the file system of pods' volumes; pods that request ephemeral-storage find none here");
+            warn!(%error, "cannot measure the file system of pods' volumes; rejecting pods that request ephemeral-storage");
         });
         Ok(Self {
             cpus: beelet_base::cpus::count(),
@@ -66,19 +66,19 @@ impl Machine {
     }
 }
 
-/// A folder on the file system of pods' volumes, whose pressure is the node's: the volumes' own, or where
-/// there is none yet the nearest that it will be made in.
+/// Returns a folder on the file system of pods' volumes, for the node's disk pressure: the volumes' folder,
+/// or its nearest existing ancestor.
 pub(super) fn volumes_folder(config: &Config) -> PathBuf {
     let folder = &config.beelet.pods_dir;
     folder.ancestors().find(|there| there.exists()).unwrap_or(folder).to_owned()
 }
 
-/// A whole number of a resource's units.
+/// Returns a quantity of whole units.
 fn whole(units: u64) -> Quantity {
     Quantity::from_units(i64::try_from(units).unwrap_or(i64::MAX))
 }
 
-/// What the machine has, and what pods may request together.
+/// Returns the node's capacity and allocatable resources.
 pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::NodeResources {
     let mut capacity = machine.hugepages.clone();
     capacity.insert(CPU.to_owned(), whole(machine.cpus as u64));
@@ -94,8 +94,8 @@ pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::
     beelet_admission::NodeResources::new(capacity, &reserved, &config.eviction.thresholds)
 }
 
-/// Refuses a configuration that reserves more of a resource than the machine has: nothing would be left for
-/// pods, and each would be rejected with a reason that points elsewhere. A kubelet refuses it, too.
+/// Refuses a configuration that reserves more of a resource than the machine has, as a kubelet does.
+/// Otherwise every pod would be rejected for a misleading reason.
 pub(super) fn check_reservations(config: &Config, machine: &Machine) -> Result<()> {
     let mut capacity = capacity(config, machine).capacity;
     if let Some(pids) = beelet_admission::pids() {
@@ -105,7 +105,7 @@ pub(super) fn check_reservations(config: &Config, machine: &Machine) -> Result<(
     refuse_excesses(&excesses(&capacity, system, kube, &config.eviction.thresholds))
 }
 
-/// The same for the machine as it is, before anything of an agent is there.
+/// Like `check_reservations`, for the machine before the agent's start.
 pub(crate) fn check_reservations_here(config: &Config) -> Result<()> {
     let reserved = (&config.system_reserved, &config.kube_reserved);
     let volumes = &config.beelet.pods_dir;
@@ -117,7 +117,7 @@ fn refuse_excesses(excesses: &[Excess]) -> Result<()> {
     if sentences.is_empty() { Ok(()) } else { bail!("{}", sentences.join("; ")) }
 }
 
-/// The facts by which cgroup values are computed on this machine.
+/// Returns the facts from which cgroup values are computed on this machine.
 pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroups) -> CgroupConfig {
     let version = match cgroups.version() {
         Version::V1 | Version::Hybrid => CgroupVersion::V1,
@@ -130,7 +130,7 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
         config.reserved("memory"),
     );
     CgroupConfig {
-        // `beelet_cgroups` puts the configured root in front of every path, and makes slices of them for
+        // `beelet_cgroups` prefixes every path with the configured root, and converts paths to slices for
         // systemd.
         cpu_cfs_quota: config.cpu_cfs_quota,
         cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
@@ -152,8 +152,8 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
     }
 }
 
-/// Returns true if a controller is where the pods' other values are: a hybrid machine may have it in cgroup2,
-/// where pods have none of its files.
+/// Returns true if pods can use a controller: a hybrid machine may have it in cgroup2, where pods have none
+/// of its files.
 fn has_controller(cgroups: &Cgroups, controller: &str) -> bool {
     let of_version_1 = |hierarchy: &Hierarchy| !hierarchy.is_v2 && hierarchy.controllers.contains(controller);
     match cgroups.version() {
@@ -162,8 +162,8 @@ fn has_controller(cgroups: &Cgroups, controller: &str) -> bool {
     }
 }
 
-/// The machine's swap, and who may use it; None where swap can't be limited. `kubepods` must be there: the
-/// kernel has the file in it, or in none.
+/// Returns the machine's swap and its allowed use; None if swap can't be limited. The cgroup `kubepods` must
+/// exist: its file shows if the kernel can limit swap.
 pub(super) fn swap(config: &Config, machine: &Machine, cgroups: &Cgroups) -> Option<Swap> {
     let file =
         if cgroups.version() == Version::V2 { "memory.swap.max" } else { "memory.memsw.limit_in_bytes" };
@@ -171,7 +171,7 @@ pub(super) fn swap(config: &Config, machine: &Machine, cgroups: &Cgroups) -> Opt
     cgroups.read("/kubepods", file).map(|_| Swap { behavior: config.swap_behavior, capacity })
 }
 
-/// What the machine has beside devices, and what pods may have of it, as Kubernetes writes it.
+/// Returns capacity and allocatable, without devices, in Kubernetes' format.
 pub(super) fn node_resources(config: &Config, resources: &beelet_admission::NodeResources) -> NodeResources {
     let text = |(name, amount): (&String, &Quantity)| {
         let bytes = name == "memory" || name == "ephemeral-storage" || name.starts_with("hugepages-");
@@ -184,16 +184,16 @@ pub(super) fn node_resources(config: &Config, resources: &beelet_admission::Node
     }
 }
 
-/// All of the machine's memory, in bytes.
+/// Returns the machine's memory, in bytes.
 fn memory() -> Result<u64> {
     meminfo(&fs::read_to_string(MEMINFO).context("cannot read /proc/meminfo")?, "MemTotal")
         .context("/proc/meminfo has no MemTotal")
 }
 
-/// The cgroups of daemons that are held to what is reserved for them.
+/// Returns the values of the daemons' cgroups whose reservations are enforced.
 ///
 /// # Errors
-/// One of them is not there: the agent holds them, but doesn't make them, as the kubelet.
+/// One of these cgroups is missing: like the kubelet, the agent limits them but doesn't create them.
 pub(super) fn reserved_cgroups(
     config: &Config,
     cgroups: &Cgroups,
@@ -216,7 +216,7 @@ pub(super) fn reserved_cgroups(
     Ok(reserved)
 }
 
-/// Refuses a machine that lacks a cgroup of daemons that are to be held.
+/// Refuses a machine that lacks a cgroup of daemons whose reservation is enforced.
 pub(super) fn require_reserved_cgroups(config: &Config, cgroups: &Cgroups) -> Result<()> {
     let daemons = [
         ("systemReservedCgroup", &config.system_reserved_cgroup),
@@ -227,7 +227,7 @@ pub(super) fn require_reserved_cgroups(config: &Config, cgroups: &Cgroups) -> Re
             continue;
         };
         bail!(
-            "{field}: there is no cgroup {}: make it and start the daemons in it, or take its part out of \
+            "{field}: cgroup {} does not exist; create it and start the daemons in it, or remove its part from \
              enforceNodeAllocatable",
             cgroups.cri_parent(&cgroup.path)
         );
@@ -235,7 +235,7 @@ pub(super) fn require_reserved_cgroups(config: &Config, cgroups: &Cgroups) -> Re
     Ok(())
 }
 
-/// What the node adds to every pod.
+/// Returns the node's facts for all pods.
 pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmounts) -> Result<NodeFacts> {
     let host_dns = match config.resolv_conf.clone() {
         Some(path) => HostDns::new(move || resolver(&path)),
@@ -265,7 +265,7 @@ pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmoun
     })
 }
 
-/// What each CPU tells of its throttling, by which containers could read what others compute.
+/// Returns the folders of the CPUs' thermal throttling, which containers could use as a side channel.
 fn throttle_folders(cpus: &Path) -> Vec<String> {
     let entries = fs::read_dir(cpus).into_iter().flatten().flatten();
     let folders = entries.map(|cpu| cpu.path().join("thermal_throttle")).filter(|folder| folder.is_dir());
@@ -274,39 +274,39 @@ fn throttle_folders(cpus: &Path) -> Vec<String> {
     folders
 }
 
-/// Returns true if the kernel enforces AppArmor profiles, and its interface is mounted for the runtime to
-/// load them.
+/// Returns true if the kernel enforces AppArmor profiles and its interface is mounted, so that the runtime
+/// can load profiles.
 fn app_armor_enabled() -> bool {
     let enabled = fs::read_to_string("/sys/module/apparmor/parameters/enabled");
     enabled.is_ok_and(|text| text.starts_with('Y')) && Path::new("/sys/kernel/security/apparmor").exists()
 }
 
-/// What there is without a resolver configuration: the machine itself, whether it answers or not
+/// Returns the resolver configuration without a file: the machine itself, even if it does not answer
 /// (`GetPodDNS`).
 fn no_resolver(is_ipv6: bool) -> cri::DnsConfig {
     let server = if is_ipv6 { "::1" } else { "127.0.0.1" };
     cri::DnsConfig { servers: vec![server.to_owned()], searches: vec![".".to_owned()], ..Default::default() }
 }
 
-/// A resolver configuration. A file that isn't there is an error, as to the kubelet (`getHostDNSConfig`): a
-/// pod that starts without name servers would be broken for as long as it lives.
+/// Reads a resolver configuration. As in the kubelet (`getHostDNSConfig`), a missing file is an error: a pod
+/// that starts without name servers would be broken for its whole life.
 fn resolver(path: &Path) -> io::Result<cri::DnsConfig> {
     let read = || {
         let mut bytes = Vec::new();
         File::open(path)?.take(RESOLVER_MAX + 1).read_to_end(&mut bytes)?;
         if bytes.len() as u64 > RESOLVER_MAX {
-            return Err(io::Error::other(format!("it has more than {RESOLVER_MAX} bytes")));
+            return Err(io::Error::other(format!("the file has more than {RESOLVER_MAX} bytes")));
         }
         Ok(parse_resolver(&String::from_utf8_lossy(&bytes)))
     };
-    let told = |error: io::Error| {
+    let with_path = |error: io::Error| {
         let words = format!("cannot read resolvConf {}: {error}", path.display());
-        io::Error::new(error.kind(), format!("{words}; name another file, or \"\" for none, as resolvConf"))
+        io::Error::new(error.kind(), format!("{words}; set resolvConf to another file, or to \"\" for none"))
     };
-    read().map_err(told)
+    read().map_err(with_path)
 }
 
-/// resolv.conf(5): all name servers, the last search line, all options.
+/// Parses resolv.conf(5): all name servers, the last search line, all options.
 pub fn parse_resolver(text: &str) -> cri::DnsConfig {
     let mut dns = cri::DnsConfig::default();
     for line in text.lines() {

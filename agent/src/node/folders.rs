@@ -1,5 +1,4 @@
-//! The folders that must be there before any part starts, and whether the runtime sees what is mounted in
-//! them.
+//! Creates the folders that all parts need, and checks that the runtime sees mounts in them.
 
 use std::{path::Path, sync::Arc};
 
@@ -12,20 +11,21 @@ use beelet_base::propagation::{self, Reach, inspect};
 use beelet_config::Config;
 use beelet_cri::mounts::Mounts;
 
-/// Several parts make folders in it: it has one mode, whichever comes first.
+/// Creates the kubelet's folder. Several parts create folders in it, so its mode must not depend on the first
+/// one.
 pub(super) async fn make_kubelet_dir(config: &Config) -> Result<()> {
     let dir = config.beelet.kubelet_dir.clone();
     let made = spawn_blocking(move || make_folder(&dir, PRIVATE)).await.context("the kubelet's folder")?;
     made.map_err(anyhow::Error::msg)
 }
 
-/// A node whose runtime does not see what is mounted for pods would run them without their Secrets.
-/// Gives what looks again at a runtime that is started anew.
+/// Refuses a runtime that does not see the pods' mounts, which would run pods without their Secrets. Returns
+/// the check for a restarted runtime.
 pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result<Arc<Mounts>> {
     let runtime = beelet_cri::ownership::listener(socket).await;
     let folder = pods_dir.to_owned();
     let looking = spawn_blocking(move || {
-        // Without it the tables of mounts alone decide.
+        // Without the folder, the check uses the mount tables alone.
         if let Err(error) = make_folder(&folder, PRIVATE) {
             warn!("{error}");
         }
@@ -36,7 +36,7 @@ pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result
     match found.reach {
         Reach::Yes => {}
         Reach::Unknown => {
-            warn!("{sentence}. If it does not, {}: see `beelet doctor`", propagation::CONSEQUENCE);
+            warn!("{sentence}; if it does not, {} (see `beelet doctor`)", propagation::CONSEQUENCE);
         }
         Reach::No => {
             bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::remedy(found.stranger))

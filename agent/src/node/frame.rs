@@ -1,6 +1,5 @@
-//! What every agent has around its parts, whether it runs pods or only observes: the servers, which are there
-//! before the container runtime answers and end last; the wait for the runtime; the service manager; and the
-//! first failure of a part.
+//! Common frame of `run` and `observe`: the servers, which start before the container runtime answers and end
+//! last; the wait for the runtime; the service manager; and the first failure of a part.
 
 use std::{net::SocketAddr, path::Path, time::Duration};
 
@@ -17,26 +16,26 @@ use super::{
 use beelet_api::http::{self, ApiState};
 use beelet_cri::Runtime;
 
-/// The servers of an agent, and what tells it to end.
+/// The servers of an agent and its shutdown.
 pub(super) struct Frame {
     /// The first failure of any part.
     pub(super) failures: Failures,
-    /// What ends after all other parts: their last acts can still be seen.
+    /// The servers, which end after all other parts to show their last changes.
     pub(super) servers: Tasks,
-    /// Cancelled when the servers are to end.
+    /// Cancelled when the servers must end.
     pub(super) serving: CancellationToken,
     shutdown: CancellationToken,
 }
 
 impl Frame {
-    /// Nothing runs yet. `shutdown` tells the agent to end.
+    /// Creates a frame without running parts. Cancelling `shutdown` ends the agent.
     pub(super) fn new(shutdown: &CancellationToken) -> Self {
         let (failures, serving) = (Failures::default(), CancellationToken::new());
         let servers = Tasks::new(&serving, &failures);
         Self { failures, servers, serving, shutdown: shutdown.clone() }
     }
 
-    /// Serves gRPC on `socket`, and HTTP on each address that a setting names.
+    /// Serves gRPC on `socket`, and HTTP on each address of a setting.
     pub(super) async fn serve(
         &mut self,
         socket: &Path,
@@ -68,7 +67,7 @@ impl Frame {
         Ok(())
     }
 
-    /// Tells the service manager that the agent is up, and once it ends, for how long that may take.
+    /// Notifies the service manager of the agent's start, and of its stop with the time that it may take.
     pub(super) fn notify_service_manager(
         &mut self,
         stopping_time: impl Fn() -> Duration + Send + Sync + 'static,
@@ -77,7 +76,7 @@ impl Frame {
         self.servers.spawn("service manager", systemd::follow(ending, ended, stopping_time));
     }
 
-    /// Waits until the container runtime answers. `None` if the agent is told to end before.
+    /// Waits until the container runtime answers. Returns `None` if the agent is stopped first.
     pub(super) async fn wait_for(&self, runtime: &Runtime) -> Result<Option<cri::VersionResponse>> {
         let version = tokio::select! {
             version = runtime.wait_ready(&self.shutdown) => version,
@@ -93,10 +92,10 @@ impl Frame {
         Ok(version)
     }
 
-    /// Ends the servers, after everything else has ended.
+    /// Ends the servers after all other parts have ended.
     pub(super) async fn end(mut self) {
         self.serving.cancel();
-        // The event log writes once more.
+        // The event log writes a last time.
         self.servers.ended().await;
     }
 }

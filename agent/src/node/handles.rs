@@ -21,7 +21,7 @@ pub(super) type Attached =
 pub struct Handles {
     /// Services that exist from the start.
     pub services: Services,
-    /// Desired pods, of all sources together.
+    /// Desired pods of all sources.
     pub desired: watch::Receiver<Arc<Desired>>,
     /// The inbox of the pods' manager.
     pub requests: mpsc::Sender<Request>,
@@ -31,13 +31,13 @@ pub struct Handles {
     pub resources: NodeResources,
     /// The devices of the node.
     pub devices: Devices,
-    /// The node's present conditions, as a v1.Node's status has them.
+    /// Returns the node's current conditions in the form of a v1.Node's status.
     pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
-    /// Signs that a container may have ended, beside the kernel's and the runtime's.
+    /// Hints of a container's exit, in addition to those of the kernel and the runtime.
     pub exits: mpsc::Sender<beelet_pleg::ExitHint>,
-    /// The time since when the machine has been going down, if it is.
+    /// Start of the machine's shutdown, if it is shutting down.
     pub shutdown: watch::Receiver<beelet_shutdown::Since>,
-    /// The newest table of which all statuses are written elsewhere, published by the part that writes them:
-    /// a shutdown waits for it. None: no part writes any.
+    /// The newest table whose statuses the API server has completely, published by the writer of statuses. A
+    /// shutdown waits for it. None without a writer.
     pub written: watch::Sender<Option<Arc<PodTable>>>,
 }

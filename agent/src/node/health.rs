@@ -1,4 +1,4 @@
-//! The agent's health, as `/healthz`, the API and the node's conditions show it.
+//! The agent's health for `/healthz`, the API and the node's conditions.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -15,18 +15,18 @@ use beelet_model::table::Complete;
 use beelet_pleg::relist::{NOTICED_AFTER, Pulse, UNHEALTHY_AFTER};
 use beelet_state::events::NodeEvents;
 
-/// How often it is looked whether the node became ready or unready.
+/// Interval of checks of the node's readiness.
 const LOOK: Duration = Duration::from_secs(5);
-/// A runtime that has not answered for this long after the agent's start is told of.
+/// Time after the agent's start from which a silent runtime is reported.
 const START: Duration = Duration::from_secs(10);
 
-/// Knows whether the container runtime answers. Clones share it.
+/// Health of the container runtime. Clones share it.
 #[derive(Clone)]
 pub(super) struct Health {
     endpoint: Arc<str>,
-    /// The relist's, once the runtime has answered for the first time.
+    /// The relist's pulse, set once the runtime has answered.
     pulse: Arc<OnceLock<Pulse>>,
-    /// Once it is known that mounts reach the runtime.
+    /// The check of mounts, set once mounts reach the runtime.
     mounts: Arc<OnceLock<Arc<Mounts>>>,
     began: Instant,
     pub(super) complete: Complete,
@@ -38,27 +38,28 @@ impl Health {
         Self { endpoint: endpoint.into(), pulse, mounts, began: Instant::now(), complete }
     }
 
-    /// From now on the relist's pulse decides.
+    /// Uses the relist's pulse from now on.
     pub(super) fn follow(&self, pulse: Pulse) {
         let _ = self.pulse.set(pulse);
     }
 
-    /// From now on mounts that do not reach the runtime count, too.
+    /// Checks mounts, too, from now on.
     pub(super) fn follow_mounts(&self, mounts: Arc<Mounts>) {
         let _ = self.mounts.set(mounts);
     }
 
-    /// Knows whether mounts reach the runtime, if that is looked at.
+    /// Returns the check of mounts, if active.
     pub(super) fn mounts(&self) -> Option<Arc<Mounts>> {
         self.mounts.get().cloned()
     }
 
-    /// An error sentence if the agent is not well.
+    /// Returns an error message if the agent is unhealthy.
     pub(super) fn check(&self) -> Result<(), String> {
         self.check_within(UNHEALTHY_AFTER)
     }
 
-    /// An error sentence once the runtime has been silent for this long.
+    /// Returns an error message if the agent is unhealthy, by a runtime silent for this long or by lost
+    /// mounts.
     fn check_within(&self, patience: Duration) -> Result<(), String> {
         let endpoint = &self.endpoint;
         let Some(pulse) = self.pulse.get() else {
@@ -77,20 +78,20 @@ impl Health {
         ))
     }
 
-    /// What the API's clients learn beside the pods.
+    /// Returns the health for the API's clients.
     pub(super) fn outlook(&self) -> Outlook {
         let health = self.clone();
         Outlook::new(Arc::clone(&self.complete), move || health.check_within(NOTICED_AFTER).err())
     }
 
-    /// Records when the node becomes ready and unready, with the kubelet's reasons, until `shutdown`.
-    pub(super) async fn tell(self, events: NodeEvents, shutdown: CancellationToken) {
+    /// Records changes of the node's readiness, with the kubelet's reasons, until `shutdown`.
+    pub(super) async fn record_readiness(self, events: NodeEvents, shutdown: CancellationToken) {
         let mut ticks = interval(LOOK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut was_ready = None;
         while shutdown.run_until_cancelled(ticks.tick()).await.is_some() {
             let now = self.check();
-            // A runtime that starts with the machine is given its time.
+            // A runtime that starts together with the machine needs time.
             let is_early = was_ready.is_none() && self.began.elapsed() < START;
             if was_ready == Some(now.is_ok()) || (is_early && now.is_err()) {
                 continue;
@@ -103,7 +104,7 @@ impl Health {
         }
     }
 
-    /// For how long [`Health::check`] has given its present answer.
+    /// Returns the time for which [`Health::check`] has returned its current answer.
     pub(super) fn lasted(&self) -> Duration {
         let Some(pulse) = self.pulse.get() else { return self.began.elapsed() };
         match self.mounts.get().map(|mounts| mounts.state()) {

@@ -1,4 +1,4 @@
-//! Starts and stops the kernel half, which may block, off the async threads.
+//! Starts and stops the kernel half (the BPF programs) on blocking threads.
 
 use std::{
     collections::BTreeMap,
@@ -17,26 +17,27 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_tuner::{Scheduling, StartScheduler};
 use beelet_units::scheduling::SchedulingShare;
 
-/// Brings up the kernel half as far as this kernel allows. The kernel half logs what is missing.
+/// Starts the kernel half as far as this kernel allows. The kernel half logs missing capabilities.
 pub(super) async fn start(options: KernelOptions) -> Result<Kernel> {
     let kernel =
-        spawn_blocking(move || Kernel::start(&options)).await.context("the kernel half could not start")?;
+        spawn_blocking(move || Kernel::start(&options)).await.context("cannot start the kernel half")?;
     if kernel.adopted() {
-        info!("the kernel half went on while the agent was away; it is taken over");
+        info!("adopted BPF programs that kept running while the agent was stopped");
     }
     Ok(kernel)
 }
 
-/// Stops it; with `keep_pins` its programs and maps stay for the next start.
+/// Stops the kernel half; `keep_pins` keeps its programs and maps for the next start.
 pub(super) async fn stop(kernel: Kernel, keep_pins: bool) {
     match spawn_blocking(move || kernel.stop(keep_pins)).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => warn!(%error, "the kernel half was not left in order"),
-        Err(error) => warn!(%error, "the kernel half was dropped"),
+        Ok(Err(error)) => warn!(%error, "cannot stop the kernel half cleanly"),
+        Err(error) => warn!(%error, "cannot detach BPF programs"),
     }
 }
 
-/// What the tuner asks of it. A failure is the counters' too, which are read before, and say so.
+/// Returns the kernel half's measurements for the tuner. Errors other than those of the counters are ignored:
+/// the counters are read first and fail for the same causes.
 pub(super) fn for_tuner(measures: beelet_bpf::Measures) -> beelet_tuner::KernelHalf {
     let freed = measures.clone();
     beelet_tuner::KernelHalf {
@@ -46,7 +47,7 @@ pub(super) fn for_tuner(measures: beelet_bpf::Measures) -> beelet_tuner::KernelH
     }
 }
 
-/// Who had the CPUs while others waited.
+/// Returns the cgroups that held the CPUs while others waited.
 fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
     Arc::new(move |waiting| {
         let found = measures.waited_for(|id| waiting.contains(&id)).unwrap_or_default();
@@ -61,7 +62,7 @@ fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
     })
 }
 
-/// What the kernel programs count. The tuner reads twice per second, so a failure is logged once.
+/// Returns the BPF programs' counters. The tuner reads twice per second, so only the first failure is logged.
 fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
     let warned = AtomicBool::new(false);
     Arc::new(move || match measures.snapshot() {
@@ -71,7 +72,7 @@ fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
         }
         Err(error) => {
             if !warned.swap(true, Ordering::Relaxed) {
-                warn!(%error, "cannot read the kernel's counters; the tuner does without");
+                warn!(%error, "cannot read the BPF programs' counters; the tuner works without them");
             }
             BTreeMap::new()
         }
@@ -82,10 +83,10 @@ fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
 pub(super) fn scheduler(cgroups: Arc<Cgroups>) -> StartScheduler {
     Arc::new(move || {
         if cgroups.version() != Version::V2 {
-            return Err("it needs cgroup version 2 alone: it knows pods by their cgroups there".to_owned());
+            return Err("the scheduler needs cgroup version 2 alone to identify pods".to_owned());
         }
         let folder =
-            |path: &str| cgroups.cgroup2_path(path).ok_or_else(|| format!("there is no cgroup {path}"));
+            |path: &str| cgroups.cgroup2_path(path).ok_or_else(|| format!("cgroup {path} does not exist"));
         let (root, burstable) = (folder("/kubepods")?, folder("/kubepods/burstable")?);
         let best_effort = folder("/kubepods/besteffort")?;
         let folders = PodFolders { root: &root, burstable: &burstable, best_effort: &best_effort };
@@ -94,7 +95,7 @@ pub(super) fn scheduler(cgroups: Arc<Cgroups>) -> StartScheduler {
     })
 }
 
-/// The kernel half's scheduler as the tuner knows it.
+/// The kernel half's scheduler behind the tuner's interface.
 struct Loaded(Scheduler);
 
 impl Scheduling for Loaded {

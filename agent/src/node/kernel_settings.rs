@@ -1,12 +1,12 @@
-//! The kernel settings that a kubelet makes at its start (`setupKernelTunables`, pkg/kubelet/cm). The agent
-//! changes none of them: they are the machine's, and outlive it. With `protectKernelDefaults` it doesn't run
-//! where one differs.
+//! Checks the kernel settings that a kubelet sets at its start (`setupKernelTunables`, pkg/kubelet/cm). The
+//! agent changes none of them, since they belong to the machine and outlive the agent. With
+//! `protectKernelDefaults` the agent refuses to run if a setting differs.
 
 use std::path::Path;
 
 use anyhow::{Result, bail};
 
-/// Each by its path below /proc/sys, and the kubelet's value.
+/// Paths below /proc/sys, with the kubelet's values.
 const SETTINGS: [(&str, u64); 6] = [
     ("vm/overcommit_memory", 1),
     ("vm/panic_on_oom", 0),
@@ -16,20 +16,21 @@ const SETTINGS: [(&str, u64); 6] = [
     ("kernel/keys/root_maxbytes", 25_000_000),
 ];
 
-/// `protectKernelDefaults`: refuses a machine whose kernel is not set as a kubelet would set it.
+/// With `protect` (`protectKernelDefaults`), refuses a machine whose kernel settings differ from the
+/// kubelet's.
 pub(super) fn check(protect: bool) -> Result<()> {
     let differing = differing(Path::new("/proc/sys"));
     if protect && !differing.is_empty() {
         bail!(
-            "protectKernelDefaults is true, and this machine's kernel is set otherwise than a kubelet sets it. As root: \
-             sysctl -w {}  (and a file in /etc/sysctl.d for the next boot)",
+            "protectKernelDefaults is true, but kernel settings differ from the kubelet's; run as root: sysctl -w {}  (and \
+             add a file to /etc/sysctl.d for the next boot)",
             differing.join(" ")
         );
     }
     Ok(())
 }
 
-/// Those that are not as a kubelet sets them, as `sysctl` would set them; `sys` is /proc/sys.
+/// Returns the differing settings as arguments of `sysctl -w`; `sys` is /proc/sys.
 #[must_use]
 fn differing(sys: &Path) -> Vec<String> {
     let differs = |(name, wanted): &(&str, u64)| {
@@ -53,7 +54,7 @@ mod tests {
         }
         assert_eq!(differing(dir.path()), Vec::<String>::new());
         std::fs::write(dir.path().join("kernel/panic"), "0\n").unwrap();
-        // A kernel without the setting has nothing to be set.
+        // A setting that the kernel lacks does not count.
         std::fs::remove_file(dir.path().join("kernel/keys/root_maxkeys")).unwrap();
         assert_eq!(differing(dir.path()), ["kernel.panic=10"]);
     }

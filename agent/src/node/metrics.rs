@@ -1,4 +1,4 @@
-//! Every part's counters, made before the parts are: the metrics page is served from the start.
+//! Metrics of all parts, created before the parts: the metrics page is served from the start.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -19,7 +19,7 @@ struct NodeLabel {
     node: String,
 }
 
-/// What tells components' versions from each other.
+/// Labels of the build's version.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct BuildLabel {
     git_version: &'static str,
@@ -39,14 +39,14 @@ impl Default for BuildLabel {
     }
 }
 
-/// The counters of all parts. Clones share them.
+/// Metrics of all parts. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// The pods' manager and its workers.
     pub pods: beelet_pods::metrics::Metrics,
     /// The keeper of the pods' cgroups.
     pub qos_tree: qos_tree::Metrics,
-    /// What keeps the node in its cluster.
+    /// The parts of the cluster.
     pub cluster: beelet_cluster::Metrics,
     pub(super) tuner: beelet_tuner::Metrics,
     pub(super) probes: beelet_probes::Metrics,
@@ -66,7 +66,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Those of the node of this name.
+    /// Creates the metrics of the node of this name.
     pub(super) fn of_node(name: &str) -> Self {
         let metrics = Self::default();
         metrics.node.get_or_create(&NodeLabel { node: name.to_owned() }).set(1);
@@ -95,21 +95,16 @@ impl Metrics {
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         registry.register("kubelet_node_name", "The node's name; always 1", self.node.clone());
-        registry.register("kubelet_cgroup_version", "The version of cgroups that memory is limited by", {
+        registry.register("kubelet_cgroup_version", "The cgroup version of the memory controller", {
             let version = Gauge::<i64>::default();
             version.set(if matches!(cgroups.version(), Version::V2) { 2 } else { 1 });
             version
         });
         let build = Family::<BuildLabel, Gauge>::default();
         build.get_or_create(&BuildLabel::default()).set(1);
-        registry.register(
-            "kubernetes_build_info",
-            "The version of Kubernetes that is served; always 1",
-            build,
-        );
-        // Dashboards ask for it since the days of dynamic configuration.
-        let help =
-            "1 if the agent does not run with the configuration it was given; it refuses to start instead";
+        registry.register("kubernetes_build_info", "The implemented version of Kubernetes; always 1", build);
+        // Dashboards query this metric since the time of dynamic configuration.
+        let help = "1 if the agent does not use the given configuration; it refuses to start instead";
         registry.register("kubelet_node_config_error", help, Gauge::<i64>::default());
         registry.register_collector(Box::new(OwnUse));
         registry

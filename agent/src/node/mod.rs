@@ -1,8 +1,8 @@
-//! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
+//! Builds, connects, runs and stops the parts of an agent. No other module knows all parts.
 //!
-//! [`Builder`] is the way in. `run.rs` lists what a node that runs pods starts, in order; [`observe`] is a
-//! node that watches the pods of another kubelet; `frame.rs` has what both have around their parts.
-//! [`Services`] exist from the start; `services::Late` has those that come later; `tasks.rs` runs the parts.
+//! [`Builder`] is the entry point. `run.rs` lists the parts of a node that runs pods, in order of their
+//! start; [`observe`] is a node that watches the pods of another kubelet; `frame.rs` is common to both.
+//! [`Services`] exist from the start; `services::Late` has the later ones; `tasks.rs` runs the parts.
 
 mod addresses;
 mod builder;
@@ -51,24 +51,23 @@ use self::tasks::Tasks;
 pub use self::{builder::Builder, doors::Doors, facts::Machine, handles::Handles, services::Services};
 use beelet_config::Config;
 
-/// A signal that comes again within this time has the same cause: timeout(1) signals both its child and its
-/// group.
+/// Time within which a repeated signal counts as the same: timeout(1) signals both its child and its group.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
-/// How long the parts get to end after they were told to.
+/// Maximum time for the parts to end after the shutdown's start.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// Runs the node until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// A required resource is unavailable; the sentence says which, and what to do.
+/// A required resource is unavailable; the message names it and the remedy.
 pub async fn run(builder: Builder, config: Config) -> Result<()> {
     let shutdown = CancellationToken::new();
-    // Killed or ended at once, it leaves the kernel programs to the next start, as it is meant to.
+    // Killed or ended at once, the agent intentionally leaves the BPF programs for the next start.
     stop_on_signals(&shutdown, || {})?;
     builder.run(config, shutdown).await
 }
 
-/// The first signal ends the agent in order. One that comes later ends it at once, after `at_once`.
+/// Ends the agent in order at the first signal, and immediately, after `at_once`, at a later one.
 fn stop_on_signals(shutdown: &CancellationToken, at_once: impl Fn() + Send + 'static) -> Result<()> {
     let mut term = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
     let mut int = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
@@ -83,23 +82,23 @@ fn stop_on_signals(shutdown: &CancellationToken, at_once: impl Fn() + Send + 'st
             match first {
                 Some(at) if at.elapsed() < SAME_CAUSE => continue,
                 Some(_) => {
-                    warn!("{name} again: ending at once");
+                    warn!("received {name} again: exiting immediately");
                     at_once();
                     std::process::exit(130);
                 }
                 None => {}
             }
             first = Some(Instant::now());
-            info!("{name}: ending");
+            info!("received {name}: shutting down");
             shutdown.cancel();
         }
     });
     Ok(())
 }
 
-/// Lets the parts end by themselves, but not for ever.
+/// Waits for the parts to end, for a limited time.
 async fn farewell(mut tasks: Tasks) {
     if tokio::time::timeout(FAREWELL, tasks.ended()).await.is_err() {
-        warn!("some parts did not end within {} s and are dropped", FAREWELL.as_secs());
+        warn!("some parts did not end within {} s; dropping them", FAREWELL.as_secs());
     }
 }

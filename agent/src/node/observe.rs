@@ -1,7 +1,7 @@
-//! `beelet observe`: the measuring half beside somebody else's kubelet. The same parts as in `run`, without
-//! any of those that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses,
-//! no state kept. What it loads into the kernel only counts, and goes when it ends. Two things act where they
-//! are allowed by name: the tuner, and the collection of images.
+//! `beelet observe`: the measuring parts of `run`, next to another agent's kubelet, without the parts that
+//! act: it writes no cgroups, calls only lists and statuses of the runtime, and keeps no state. The loaded
+//! BPF programs only count, and are removed at the end. Two parts act if allowed by name: the tuner, and the
+//! collection of images.
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -45,52 +45,52 @@ use beelet_state::{
 };
 use beelet_units::bpf_settings::BpfMode;
 
-/// What is observed, and how it is told.
+/// Options of `beelet observe`.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The runtime's socket, as `unix:///path`.
     pub runtime_endpoint: String,
-    /// The node's name, as metrics' consumers know it.
+    /// The node's name in metrics.
     pub node_name: String,
-    /// The cgroup below which pods are looked for.
+    /// Root cgroup of the search for pods.
     pub cgroup_root: String,
     /// The gRPC socket.
     pub socket: PathBuf,
-    /// Where HTTP is served; `None`: nowhere.
+    /// HTTP address; `None`: off.
     pub listen: Option<SocketAddr>,
-    /// Whether kernel programs are used.
+    /// Use of BPF programs.
     pub bpf: BpfMode,
-    /// Where a BPF file system is.
+    /// Mount point of the BPF file system.
     pub bpffs: PathBuf,
-    /// Our folder in it.
+    /// Folder of the agent's pins in the BPF file system.
     pub pin_name: String,
-    /// Leave programs and maps running when it ends.
+    /// True to keep programs and maps running at the end.
     pub keep_pins: bool,
-    /// Between two readings while somebody looks.
+    /// Interval of readings while a client is present.
     pub interval: Duration,
-    /// The counters of more containers are not read.
+    /// Maximum number of measured containers.
     pub most: usize,
-    /// Whether metrics of containers carry their pod's UID.
+    /// True to add the pod's UID to the metrics of containers.
     pub pod_uid: bool,
-    /// What of this must survive is kept here; without `image_gc` and `tune` nothing is.
+    /// Folder of durable state; unused without `image_gc` and `tune`.
     pub state_dir: PathBuf,
-    /// Remove unused images as the kubelet's image garbage collection would.
+    /// Settings for removing unused images like the kubelet's image garbage collection; None: off.
     pub image_gc: Option<Collecting>,
-    /// Tune the pods' cgroups, or say how they would be.
+    /// Settings for tuning the pods' cgroups, or only reporting the intended values; None: off.
     pub tune: Option<beelet_tuner::Settings>,
 }
 
-/// When images are removed.
+/// Settings of the collection of images.
 #[derive(Debug, Clone)]
 pub struct Collecting {
     /// Thresholds and ages.
     pub policy: ImageGcPolicy,
-    /// Between two collections.
+    /// Interval of collections.
     pub period: Duration,
 }
 
 impl Collecting {
-    /// With the kubelet's defaults.
+    /// Returns the kubelet's defaults.
     ///
     /// # Errors
     /// Never, unless the defaults contradict each other.
@@ -100,22 +100,22 @@ impl Collecting {
     }
 }
 
-/// Deadline of a list or a status.
+/// Timeout of a list or a status.
 const REQUEST: Duration = Duration::from_secs(30);
-/// Each measured container has up to six directories open.
+/// Limit of open files: each measured container has up to six open directories.
 const OPEN_FILES: u64 = 65_536;
 
 /// Observes until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// A required resource is unavailable; the sentence says which, and what to do.
+/// A required resource is unavailable; the message names it and the remedy.
 pub async fn run(options: Options) -> Result<()> {
     let shutdown = CancellationToken::new();
     let (bpffs, pin_name, keep_pins) = (options.bpffs.clone(), options.pin_name.clone(), options.keep_pins);
-    // However it ends, kernel programs must not stay without an owner.
+    // BPF programs must not outlive the observer.
     let at_once = move || {
         if !keep_pins && let Err(error) = Kernel::remove_pins(&bpffs, &pin_name) {
-            warn!(%error, "what was loaded into the kernel could not be taken back");
+            warn!(%error, "cannot remove the BPF programs");
         }
     };
     stop_on_signals(&shutdown, at_once)?;
@@ -123,7 +123,7 @@ pub async fn run(options: Options) -> Result<()> {
 }
 
 impl Builder {
-    /// Observes the pods of another kubelet until `shutdown`. Sources and attached parts have no place here.
+    /// Observes the pods of another kubelet until `shutdown`. Ignores sources and attached parts.
     ///
     /// # Errors
     /// As for [`Builder::run`].
@@ -159,7 +159,7 @@ async fn observe(doors: Doors, options: Options, shutdown: CancellationToken) ->
     let mut frame = Frame::new(&shutdown);
     let services = watched.services(&allowed, &frame.serving);
     frame.serve(&watched.options.socket, services, watched.http(registry)).await?;
-    // Nothing stops with it.
+    // No pod stops with the observer.
     frame.notify_service_manager(|| Duration::ZERO);
     let ran = match frame.wait_for(&watched.runtime).await {
         Err(failed) => Err(failed),
@@ -174,7 +174,7 @@ async fn observe(doors: Doors, options: Options, shutdown: CancellationToken) ->
     ran
 }
 
-/// What is there before the runtime answers.
+/// State that exists before the runtime answers.
 struct Watched {
     options: Options,
     runtime: Runtime,
@@ -204,14 +204,13 @@ impl Watched {
             health: Arc::new(move || pulse.check().err().map(|e| e.to_string())),
             slis: Slis::default(),
             specs: false,
-            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this
-            // machine.
+            // A configured non-loopback address serves only metrics; all other pages are for this machine.
             summary: address.ip().is_loopback(),
         };
         Some(("--listen", address, state))
     }
 
-    /// Starts the measuring and what else is allowed, and observes until `shutdown`.
+    /// Starts the measuring and all allowed parts, and observes until `shutdown`.
     async fn observe(
         self,
         version: cri::VersionResponse,
@@ -259,7 +258,7 @@ impl Watched {
     }
 }
 
-/// What acts, where it is allowed by name.
+/// The acting parts, which need permission by name.
 struct Allowed {
     images: beelet_images::Metrics,
     tuner: beelet_tuner::Metrics,
@@ -268,7 +267,7 @@ struct Allowed {
 }
 
 impl Allowed {
-    /// Nothing is done yet.
+    /// Registers the metrics of allowed parts, without starting the parts.
     fn new(options: &Options, space: Space, registry: &mut Registry) -> Self {
         let allowed = Self {
             images: beelet_images::Metrics::default(),
@@ -297,8 +296,8 @@ impl Allowed {
     ) -> Result<()> {
         if options.tune.is_none() && options.state_dir.join("tuner.json").exists() {
             warn!(
-                "an earlier observer ended without giving back what it had tuned: start once with --allow tune, which puts \
-                 it back first"
+                "an earlier observer ended without restoring the tuned cgroup settings: start once with --allow tune to \
+                 restore them"
             );
         }
         if options.image_gc.is_none() && options.tune.is_none() {
@@ -325,14 +324,15 @@ impl Allowed {
                 metrics: self.tuner,
                 view: self.view,
             };
-            info!(mode = ?settings.mode, state = %options.state_dir.display(), "pods' cgroups are tuned, as allowed");
+            info!(mode = ?settings.mode, state = %options.state_dir.display(), "tuning pods' cgroups (--allow tune)");
             tasks.spawn_optional("tuner", beelet_tuner::run(parts, tasks.stop()));
         }
         Ok(())
     }
 }
 
-/// On all images that no container of the runtime uses, whoever made it.
+/// Starts the collection of all images that no container of the runtime uses, regardless of the container's
+/// creator.
 fn collect_images(
     collecting: &Collecting,
     node: &str,
@@ -357,18 +357,18 @@ fn collect_images(
         events: NodeEvents::new(recorder.clone(), node),
         metrics,
     });
-    info!(state = %state.dir().display(), "unused images are removed, as allowed");
+    info!(state = %state.dir().display(), "removing unused images (--allow image-gc)");
     tasks.spawn("image collection", image_gc.run(tasks.stop()));
     tasks.spawn("event log", recorder.writer(Arc::clone(state), tasks.stop()));
 }
 
-/// The counting programs, for everything below the pods' root.
+/// Starts the counting programs for all cgroups below the pods' root.
 async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroups>) -> Result<Kernel> {
     let reading = Arc::clone(cgroups);
-    let roots = spawn_blocking(move || reading.pods_roots()).await.context("cgroups can't be looked at")?;
+    let roots = spawn_blocking(move || reading.pods_roots()).await.context("cannot read the cgroups")?;
     let root = match roots.as_slice() {
         [] => {
-            info!("there is no kubepods cgroup yet: everything below {} is measured", options.cgroup_root);
+            info!("found no kubepods cgroup yet; measuring all cgroups below {}", options.cgroup_root);
             "/".to_owned()
         }
         [root] => root.clone(),
@@ -377,12 +377,12 @@ async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroup
             let ids = running(runtime).await?;
             let cgroups =
                 spawn_blocking(move || reading.find_containers(&ids.iter().map(String::as_str).collect()));
-            let cgroups = cgroups.await.context("cgroups can't be looked at")?;
+            let cgroups = cgroups.await.context("cannot read the cgroups")?;
             let ours = root_of(several, &cgroups.into_values().collect::<Vec<_>>());
             if ours.is_none() {
                 info!(
-                    "{} all look like the pods' root, and none has a running container of this runtime: everything below \
-                     {} is measured",
+                    "found several candidates for the pods' root ({}), none with a running container of this runtime; \
+                     measuring all cgroups below {}",
                     several.join(", "),
                     options.cgroup_root
                 );
@@ -403,14 +403,14 @@ async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroup
     Ok(kernel)
 }
 
-/// The containers that the runtime runs.
+/// Returns the ids of the runtime's running containers.
 async fn running(runtime: &Runtime) -> Result<Vec<String>> {
     let containers = runtime.list_containers(None).await?;
     let runs = |container: &cri::Container| container.state() == cri::ContainerState::ContainerRunning;
     Ok(containers.into_iter().filter(runs).map(|container| container.id).collect())
 }
 
-/// Which of these looks like the pods' root and has most of these containers' cgroups below it.
+/// Returns the candidate for the pods' root with the most containers' cgroups below it.
 fn root_of<'a>(roots: &'a [String], cgroups: &[String]) -> Option<&'a str> {
     let below = |root: &str| {
         let is_below = |cgroup: &&String| cgroup.strip_prefix(root).is_some_and(|rest| rest.starts_with('/'));

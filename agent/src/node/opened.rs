@@ -1,4 +1,4 @@
-//! A node whose container runtime has answered: its services, and all that the answer allows to open.
+//! A node whose container runtime has answered: its services, and the resources that depend on the runtime.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -31,17 +31,18 @@ use beelet_images::{
 use beelet_pods::qos_tree;
 use beelet_state::events::NodeEvents;
 
-/// Tries to read the runtime's configuration before the agent gives up, and the time between two.
+/// Number of attempts to read the runtime's configuration before the last one.
 const CONFIG_TRIES: usize = 30;
+/// Pause between two attempts.
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
 
-/// All that the runtime's presence allows to open.
+/// The opened resources of a node.
 pub(super) struct Node {
     pub(super) services: Services,
     pub(super) late: Late,
     pub(super) version: cri::VersionResponse,
     pub(super) machine: Machine,
-    /// The cgroup tree, by the driver that the runtime has.
+    /// The cgroup tree with the runtime's driver.
     pub(super) cgroups: Arc<Cgroups>,
     pub(super) cgroup_config: CgroupConfig,
     pub(super) user_ids: IdPool,
@@ -54,7 +55,7 @@ impl Node {
     /// Opens the node over `cgroups`, for the runtime that answered with `version`.
     ///
     /// # Errors
-    /// The machine or the runtime does not suit the configuration; the sentence says what to do.
+    /// The machine or the runtime does not fit the configuration; the message has the remedy.
     pub(super) async fn open(
         services: Services,
         late: Late,
@@ -62,8 +63,8 @@ impl Node {
         version: cri::VersionResponse,
     ) -> Result<Self> {
         let config = Arc::clone(&services.config);
-        let told = runtimes_cgroup_driver(&services.runtime).await?;
-        if let Some(driver) = common_driver(config.cgroup_driver, told)? {
+        let reported = runtimes_cgroup_driver(&services.runtime).await?;
+        if let Some(driver) = common_driver(config.cgroup_driver, reported)? {
             cgroups = Arc::new(Cgroups::clone(&cgroups).with_driver(driver)?);
             cgroups.require_root()?;
         }
@@ -102,7 +103,7 @@ impl Node {
     }
 }
 
-/// Limits the pods together to what the node has for them, and records an event of the result
+/// Limits all pods together to the node's allocatable resources, and records an event of the result
 /// (`enforceNodeAllocatableCgroups`).
 async fn enforce_allocatable(
     events: &NodeEvents,
@@ -120,7 +121,7 @@ async fn enforce_allocatable(
     Ok(written?)
 }
 
-/// Pulls images, with the node's keys to registries.
+/// Creates the puller of images with the node's registry credentials.
 async fn puller(services: &Services) -> Result<Puller> {
     let config = &services.config;
     let (providers, accounts) = (config.credential_providers.clone(), services.accounts.clone());
@@ -140,33 +141,33 @@ async fn puller(services: &Services) -> Result<Puller> {
     Ok(Puller::new(services.runtime.clone(), limits, keys, Arc::new(access)))
 }
 
-/// The driver that both sides use; none if neither names one.
+/// Returns the common driver of the agent and the runtime; None if neither names one.
 ///
 /// # Errors
-/// They name different drivers: the runtime would put containers where no part keeps their cgroups.
+/// The drivers differ: the runtime would create containers in other cgroups than the agent's.
 fn common_driver(
     configured: Option<CgroupDriver>,
-    told: Option<CgroupDriver>,
+    reported: Option<CgroupDriver>,
 ) -> Result<Option<CgroupDriver>> {
-    match (configured, told) {
+    match (configured, reported) {
         (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => bail!(
-            "the container runtime's cgroup driver is systemd, and ours is cgroupfs: set cgroupDriver: systemd in the \
-             configuration (or leave it out), or SystemdCgroup = false in the runtime's and restart it"
+            "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove cgroupDriver from the \
+             agent's configuration, or set SystemdCgroup = false in the runtime's configuration and restart the runtime"
         ),
         (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => bail!(
-            "the container runtime's cgroup driver is cgroupfs, and ours is systemd: set SystemdCgroup = true in the \
-             runtime's configuration and restart it, or cgroupDriver: cgroupfs in ours (or leave it out)"
+            "the container runtime's cgroup driver is cgroupfs, but the agent's is systemd; set SystemdCgroup = true in the \
+             runtime's configuration and restart the runtime, or remove cgroupDriver from the agent's configuration"
         ),
-        (configured, told) => Ok(told.or(configured)),
+        (configured, reported) => Ok(reported.or(configured)),
     }
 }
 
-/// Asks the runtime for its cgroup driver; a runtime that has just come up may not know it yet.
+/// Reads the runtime's cgroup driver, with retries: a runtime that has just started may not know it yet.
 async fn runtimes_cgroup_driver(runtime: &Runtime) -> Result<Option<CgroupDriver>> {
     for _ in 0..CONFIG_TRIES {
         match runtime.runtime_config().await {
             Ok(driver) => return Ok(driver),
-            Err(error) => warn!("{error}; asked again in {} s", CONFIG_RETRY.as_secs()),
+            Err(error) => warn!("{error}; retrying in {} s", CONFIG_RETRY.as_secs()),
         }
         tokio::time::sleep(CONFIG_RETRY).await;
     }

@@ -1,5 +1,5 @@
-//! What the agent itself uses, by the names that every Prometheus client gives (`process_*`). Read when
-//! somebody asks.
+//! The agent's own resource use under the usual names of Prometheus clients (`process_*`), read at each
+//! scrape.
 
 use std::{
     fmt,
@@ -16,11 +16,11 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-/// Reads /proc.
+/// Collector that reads /proc.
 #[derive(Debug)]
 pub(super) struct OwnUse;
 
-/// What of `/proc/self/stat` is shown.
+/// The exported fields of `/proc/self/stat`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Stat {
     cpu_ticks: f64,
@@ -30,9 +30,9 @@ struct Stat {
 }
 
 impl Stat {
-    /// Fields as proc_pid_stat(5) counts them.
+    /// Parses the file; field numbers are those of proc_pid_stat(5).
     fn parse(text: &str) -> Option<Self> {
-        // The name of the program may have anything in it, blanks and brackets too.
+        // The program's name may contain any characters, including blanks and brackets.
         let (_, rest) = text.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
@@ -45,7 +45,7 @@ impl Stat {
     }
 }
 
-/// When the machine was started, in seconds since the epoch.
+/// Returns the time of the machine's boot, in seconds since the epoch.
 fn boot_time(stat: &str) -> Option<f64> {
     stat.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok())
 }
@@ -63,14 +63,10 @@ impl Collector for OwnUse {
         let most = getrlimit(Resource::Nofile).current.map(|most| most as f64);
         let started = boot.zip(stat).map(|(boot, stat)| boot + stat.started_ticks / ticks);
         let memory = stat.map(|stat| stat.resident_pages * page_size() as f64);
-        gauge("process_max_fds", "Files that the agent may open", most)?;
-        gauge("process_open_fds", "Files that the agent has open", files)?;
+        gauge("process_max_fds", "Maximum number of open files of the agent", most)?;
+        gauge("process_open_fds", "Number of open files of the agent", files)?;
         gauge("process_resident_memory_bytes", "The agent's memory, in bytes", memory)?;
-        gauge(
-            "process_start_time_seconds",
-            "When the agent was started, in seconds since the epoch",
-            started,
-        )?;
+        gauge("process_start_time_seconds", "Start time of the agent, in seconds since the epoch", started)?;
         let virtual_bytes = stat.map(|stat| stat.virtual_bytes);
         gauge("process_virtual_memory_bytes", "The agent's address space, in bytes", virtual_bytes)?;
         let Some(stat) = stat else { return Ok(()) };

@@ -1,7 +1,7 @@
-//! What keeps a node from starting that can be known before anything is made. `beelet run` refuses by it, and
-//! `beelet doctor` reports it: a check that is added to [`FIRST`] is in both.
+//! Checks for obstacles to a node's start that need no changes to the machine. `beelet run` refuses to start
+//! on a failed check, and `beelet doctor` reports it: both use [`FIRST`].
 //!
-//! Must never make, write or hold anything.
+//! Must never create, write or lock anything.
 
 use std::{
     fs,
@@ -18,10 +18,10 @@ use rustix::fs::Access;
 
 use super::{facts, kernel_settings};
 
-/// A check by the setting that it is about. The second argument: the node is one of a cluster.
+/// A check, by its setting. The second argument is true on a cluster's node.
 type Check = (&'static str, fn(&Config, bool) -> Result<()>);
 
-/// What is checked before the first folder is made.
+/// Checks before the creation of the first folder.
 const FIRST: &[Check] = &[
     ("stateDir", |config, _| folder("stateDir", &config.beelet.state_dir)),
     ("runDir", |config, _| socket(config)),
@@ -33,13 +33,13 @@ const FIRST: &[Check] = &[
 /// Refuses a node that could not start.
 ///
 /// # Errors
-/// The first check that fails; the sentence names the setting.
+/// The first failed check; the message names the setting.
 pub(super) fn require(config: &Config, in_cluster: bool) -> Result<()> {
     FIRST.iter().try_for_each(|(_, check)| check(config, in_cluster))
 }
 
-/// Everything that would keep a node from starting here, by setting: what [`require`] checks, and what `run`
-/// checks once the runtime has answered. `driver` is the runtime's, if it told.
+/// Returns the results of all checks, by setting: those of [`require`], and those that `run` makes once the
+/// runtime has answered. `driver` is the runtime's, if reported.
 pub(crate) fn refusals(
     config: &Config,
     driver: Option<CgroupDriver>,
@@ -48,7 +48,7 @@ pub(crate) fn refusals(
     let first = FIRST.iter().map(|(setting, check)| (*setting, check(config, in_cluster)));
     let swap_bytes = meminfo(&fs::read_to_string("/proc/meminfo").unwrap_or_default(), "SwapTotal");
     let driver = driver.or(config.cgroup_driver).unwrap_or_default();
-    // That there are no such cgroups is a finding of its own.
+    // Missing cgroups are a separate finding.
     let cgroups = Cgroups::discover(&config.cgroup_root, driver).ok();
     let reserved = cgroups.map_or(Ok(()), |cgroups| facts::require_reserved_cgroups(config, &cgroups));
     let later = [
@@ -64,35 +64,35 @@ pub(crate) fn refusals(
 pub(super) fn swap(config: &Config, swap_bytes: u64) -> Result<()> {
     if config.fail_swap_on && swap_bytes > 0 {
         bail!(
-            "this machine has swap, and failSwapOn is true: take it off (swapoff -a, and its line in /etc/fstab), or set \
+            "this machine has swap, but failSwapOn is true; disable swap (swapoff -a, and its line in /etc/fstab), or set \
              failSwapOn: false"
         );
     }
     Ok(())
 }
 
-/// Refuses a folder that is not there and cannot be made, or cannot be written.
+/// Refuses a folder that cannot be created or written.
 fn folder(setting: &str, path: &Path) -> Result<()> {
     let nearest = path.ancestors().find(|part| part.symlink_metadata().is_ok()).unwrap_or(Path::new("/"));
     let failed = || format!("{setting}: cannot use the folder {}", path.display());
     if !nearest.is_dir() {
-        bail!("{}: {} is no folder; move it away, or set another {setting}", failed(), nearest.display());
+        bail!("{}: {} is not a folder; move it away, or set another {setting}", failed(), nearest.display());
     }
     rustix::fs::access(nearest, Access::WRITE_OK | Access::EXEC_OK).with_context(|| {
-        format!("{}: {} cannot be written; set another {setting}", failed(), nearest.display())
+        format!("{}: cannot write to {}; set another {setting}", failed(), nearest.display())
     })
 }
 
-/// Refuses a folder in which the agent's socket cannot be made.
+/// Refuses a folder in which the agent's socket cannot be created.
 fn socket(config: &Config) -> Result<()> {
     folder("runDir", &config.beelet.run_dir)?;
-    // The longest name that it is made with: see `beelet_serve`.
+    // The longest temporary name of the socket in `beelet_serve`.
     let born: PathBuf = config.beelet.run_dir.join(format!(".{}.15", u32::MAX));
     let longest = [config.socket(), born].into_iter().max_by_key(|path| path.as_os_str().len());
     let longest = longest.unwrap_or_default();
     if let Err(error) = SocketAddr::from_pathname(&longest) {
         bail!(
-            "runDir: no socket can be made in {}: {error}; set a shorter runDir",
+            "runDir: cannot create a socket in {}: {error}; set a shorter runDir",
             config.beelet.run_dir.display()
         );
     }
@@ -127,7 +127,7 @@ mod tests {
         };
         let file = dir.path().join("file");
         check(&|config| config.beelet.state_dir = file.clone(), "stateDir: cannot use the folder");
-        check(&|config| config.beelet.kubelet_dir = file.join("below"), "is no folder; move it away");
+        check(&|config| config.beelet.kubelet_dir = file.join("below"), "is not a folder; move it away");
         check(&|config| config.beelet.run_dir = dir.path().join("r".repeat(100)), "set a shorter runDir");
         let webhook = |config: &mut Config| {
             config.server.port = Some(10250);

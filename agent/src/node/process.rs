@@ -1,25 +1,25 @@
-//! What the agent asks of the kernel for its own process.
+//! Settings of the agent's own process.
 
 use std::fs;
 
 use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
 
-/// Protects the agent from the OOM killer by `oom_score_adj` and lets it open `max_open_files`. What cannot
-/// be done is said in sentences, and no reason not to run.
+/// Protects the agent from the OOM killer by `oom_score_adj`, and raises its limit of open files to
+/// `max_open_files`. Returns messages about failures, which do not prevent the agent from running.
 ///
-/// The umask becomes 022, whatever the unit or the shell gave: pods' files are for containers of any user.
-/// What is nobody else's business says its mode where it is made.
+/// Sets the umask to 022, regardless of the unit or shell: pods' files are for containers of any user.
+/// Private files set their mode when they are created.
 #[must_use]
 pub fn prepare(oom_score_adj: i32, max_open_files: u64) -> Vec<String> {
     umask(UMASK);
     [set_oom_score_adj(oom_score_adj), raise_open_files(max_open_files)].into_iter().flatten().collect()
 }
 
-/// The owner's alone: to write.
+/// Umask that lets only the owner write.
 const UMASK: Mode = Mode::from_raw_mode(0o022);
 
-/// Lets the agent open `files` files, and nothing else.
+/// Raises only the limit of open files. Returns messages about failures.
 #[must_use]
 pub fn allow_open_files(files: u64) -> Vec<String> {
     raise_open_files(files).into_iter().collect()
@@ -28,8 +28,8 @@ pub fn allow_open_files(files: u64) -> Vec<String> {
 fn set_oom_score_adj(value: i32) -> Option<String> {
     let error = fs::write("/proc/self/oom_score_adj", value.to_string()).err()?;
     Some(format!(
-        "the agent's oom_score_adj cannot be set to {value}: {error}; below its present value it takes CAP_SYS_RESOURCE. \
-         Short of memory, the kernel may kill the agent before pods"
+        "cannot set the agent's oom_score_adj to {value}: {error}; lower values need CAP_SYS_RESOURCE. On memory \
+         shortage, the kernel may kill the agent before pods"
     ))
 }
 
@@ -43,11 +43,11 @@ fn raise_open_files(wanted: u64) -> Option<String> {
     if setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }).is_ok() {
         return None;
     }
-    // Not allowed to lift the maximum, or the kernel's own (fs.nr_open) is lower: as many as there may be.
+    // The agent may not raise the maximum, or the kernel's own (fs.nr_open) is lower: use the maximum.
     let lifted = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
     let got = if lifted.is_ok() { now.maximum } else { now.current };
     Some(format!(
-        "the agent may open {} files, not the {wanted} of maxOpenFiles: that takes CAP_SYS_RESOURCE and fs.nr_open",
+        "the agent may open {} files, not {wanted} (maxOpenFiles), which needs CAP_SYS_RESOURCE and a higher fs.nr_open",
         got.map_or_else(|| "any number of".to_owned(), |got| got.to_string())
     ))
 }

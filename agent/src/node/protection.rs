@@ -1,5 +1,5 @@
-//! Builds what protects the node from its pods (admission, garbage collection, eviction) and connects it with
-//! them.
+//! Builds and connects the parts that protect the node from its pods: admission, garbage collection,
+//! eviction.
 
 use std::sync::Arc;
 
@@ -33,23 +33,23 @@ use beelet_shutdown::Since;
 pub(super) struct NodeProtection {
     pub(super) admission: Arc<Admission>,
     pub(super) leases: Leases,
-    /// What the node is short of.
+    /// The node's pressures.
     pressures: watch::Receiver<Conditions>,
-    /// Since when the machine has been going down.
+    /// Start of the machine's shutdown, if it is shutting down.
     pub(super) shutdown: watch::Receiver<Since>,
     retry_evicted: RetryEvicted,
     image_gc: Collector<ImageGc>,
     container_gc: Collector<ContainerGc>,
     eviction: Eviction,
     local_storage: LocalStorage,
-    /// What of the disk the node's pages show.
+    /// Disk usage for the node's pages.
     pub(super) disk: DiskView,
-    /// What eviction listens to.
+    /// Tasks that deliver hints to eviction.
     sources: [(&'static str, BoxFuture<'static, ()>); 3],
 }
 
 impl NodeProtection {
-    /// Builds them for `node`; they send `requests` to the pods' manager.
+    /// Builds the parts for `node`; they send `requests` to the pods' manager.
     pub(super) async fn build(
         node: &Node,
         requests: &mpsc::Sender<Request>,
@@ -98,25 +98,25 @@ impl NodeProtection {
         }
     }
 
-    /// Capacity and allocatable, without devices.
+    /// Returns capacity and allocatable, without devices.
     pub(super) fn resources(&self, config: &Config) -> NodeResources {
         facts::node_resources(config, self.admission.resources())
     }
 
-    /// Tells the node's conditions, whenever asked. One of `tasks` notes when they change; it ends with
-    /// eviction.
+    /// Returns a function that returns the node's current conditions. Spawns a task that records their
+    /// transition times and ends with eviction.
     pub(super) fn conditions(
         &self,
         health: &Health,
         tasks: &mut Tasks,
     ) -> Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
-        let (since, noting) = conditions::follow(self.pressures.clone());
-        tasks.spawn("node conditions", noting);
+        let (since, recording) = conditions::follow(self.pressures.clone());
+        tasks.spawn("node conditions", recording);
         let (health, shutdown) = (health.clone(), self.shutdown.clone());
         Arc::new(move || conditions::list(&since.borrow(), &health, *shutdown.borrow()))
     }
 
-    /// Starts them.
+    /// Starts the parts.
     pub(super) fn spawn(self, tasks: &mut Tasks) {
         tasks.spawn("image collection", self.image_gc.run(tasks.stop()));
         tasks.spawn("container collection", self.container_gc.run(tasks.stop()));
@@ -125,7 +125,7 @@ impl NodeProtection {
         tasks.spawn("local storage", self.local_storage.run(tasks.stop()));
         for (name, source) in self.sources {
             let stop = tasks.stop();
-            // A kernel may have none of what one of them listens to.
+            // The kernel may lack a source of hints.
             tasks.spawn_optional(name, async move {
                 let _ = stop.run_until_cancelled(source).await;
             });
@@ -173,7 +173,7 @@ fn local_storage(services: &Services, usages: &DiskUsages, requests: &mpsc::Send
     }
 }
 
-/// Eviction, and what it listens to.
+/// Builds eviction and its sources of hints.
 fn eviction(
     node: &Node,
     disk: DiskView,
@@ -216,7 +216,7 @@ fn eviction(
     (eviction, sources)
 }
 
-/// Lets eviction ask the collectors before it ends a pod.
+/// Returns the reclaimer, by which eviction runs the collectors before it evicts a pod.
 fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> Reclaimer {
     Arc::new(move |step| {
         let (images, containers) = (images.clone(), containers.clone());
@@ -225,7 +225,7 @@ fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> R
                 Reclaim::DeleteUnusedContainers => {
                     let request = ContainerGcRequest { terminated: true, dry_run: false };
                     let collected = containers.collect(request).await?;
-                    // Their writable layers go when the runtime comes to it.
+                    // The runtime removes the writable layers later.
                     Ok(if collected.containers.is_empty() { Reclaimed::Now } else { Reclaimed::Later })
                 }
                 Reclaim::DeleteUnusedImages => {
@@ -238,12 +238,12 @@ fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> R
     })
 }
 
-/// Logs how the sizes of volumes are found.
+/// Logs the method of measuring volumes.
 async fn log_quotas(config: &Config) {
     let dir = config.beelet.pods_dir.clone();
     match blocking("asking for project quotas", move || quota::counted(&dir)).await {
-        Ok(()) => info!("the kernel counts what volumes take, by project"),
-        Err(Uncounted::Off(why)) => info!("volumes are measured by walking through them: {why}"),
-        Err(Uncounted::Refused(why)) => warn!("volumes are measured by walking through them: {why}"),
+        Ok(()) => info!("measuring volumes by project quotas"),
+        Err(Uncounted::Off(why)) => info!("measuring volumes by walking through their files: {why}"),
+        Err(Uncounted::Refused(why)) => warn!("measuring volumes by walking through their files: {why}"),
     }
 }

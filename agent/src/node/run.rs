@@ -1,5 +1,5 @@
-//! `beelet run`: a node that runs pods, as the list of what it starts, in order. The servers come first, so
-//! that clients can see what is missing; all else is built once the container runtime answers.
+//! `beelet run`: starts the parts of a node that runs pods, in order. The servers start first, so that
+//! clients can see the node's state; all other parts are built once the container runtime answers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -46,14 +46,14 @@ use beelet_probes::Probes;
 use beelet_shutdown::Shutdown;
 use beelet_state::State;
 
-/// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
+/// Capacity of the queue of requests to the pods' manager. A sender waits while the queue is full.
 const REQUESTS: usize = 1024;
-/// Time beyond a pod's grace period that its stop may take before the service manager may lose its patience.
+/// Time in addition to a pod's grace period that the service manager must allow for the pod's stop.
 const STOP_MARGIN: Duration = Duration::from_secs(30);
-/// The folder of logind's configuration that is gone with the next boot (logind.conf(5)).
+/// Folder of logind's volatile configuration, which the next boot removes (logind.conf(5)).
 const LOGIND_DROP_INS: &str = "/run/systemd/logind.conf.d";
 
-/// Inputs that one part takes each.
+/// Inputs that each belong to a single part.
 struct Inputs {
     ends: Ends,
     sources: Vec<watch::Receiver<Arc<Desired>>>,
@@ -64,11 +64,11 @@ impl Builder {
     /// Runs the pods of a node until `shutdown`.
     ///
     /// # Errors
-    /// A required resource is unavailable, or a part failed; the sentence says which, and what to do.
+    /// A required resource is unavailable, or a part failed; the message names it and the remedy.
     pub async fn run(self, config: Config, shutdown: CancellationToken) -> Result<()> {
         let Self { doors, sources, attached, reviewers, verbosity, api_server } = self;
         preflight::require(&config, reviewers.access.is_some())?;
-        // The locks come first: a second agent must not get as far as touching anything.
+        // Acquire the locks first: a second agent must not touch anything.
         let state = Arc::new(State::open(&config.beelet.state_dir)?);
         let (runtime, ownership) = open_runtime(&doors, &config).await?;
         folders::make_kubelet_dir(&config).await?;
@@ -100,7 +100,7 @@ impl Builder {
     }
 }
 
-/// Opens the runtime, and takes the right to drive it as long as the second value lives.
+/// Opens the runtime and acquires its lock, which the second value holds.
 async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option<Ownership>)> {
     if let Some(runtime) = &doors.runtime {
         return Ok((runtime.clone(), None));
@@ -108,29 +108,29 @@ async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
         .with_image_endpoint(&config.image_endpoint)?;
     let socket = runtime.socket().to_owned();
-    let taken = spawn_blocking(move || Ownership::acquire(&socket)).await;
-    Ok((runtime, Some(taken.context("the runtime could not be taken")??)))
+    let acquired = spawn_blocking(move || Ownership::acquire(&socket)).await;
+    Ok((runtime, Some(acquired.context("cannot acquire the runtime's lock")??)))
 }
 
-/// Opens the cgroup tree, if it can do what the configuration asks for.
+/// Opens the cgroup tree, if it satisfies the configuration.
 fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     let cgroups = match &doors.cgroups {
         Some(cgroups) => Arc::clone(cgroups),
-        // The runtime may know better, once it answers.
+        // The runtime may report another driver once it answers.
         None => Arc::new(Cgroups::discover(&config.cgroup_root, config.cgroup_driver.unwrap_or_default())?),
     };
     if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
         bail!(
-            "this machine's cgroups are {}, and failCgroupV1 is true: boot with systemd.unified_cgroup_hierarchy=1, or \
-             take failCgroupV1 out of the configuration",
+            "this machine's cgroups are {}, but failCgroupV1 is true; boot with systemd.unified_cgroup_hierarchy=1, or \
+             remove failCgroupV1 from the configuration",
             cgroups.version()
         );
     }
     cgroups.require_root()?;
     if config.single_process_oom_kill == Some(false) && cgroups.version() != Version::V2 {
         bail!(
-            "this machine's cgroups are {}, and singleProcessOOMKill is false: the kernel kills a whole container for want \
-             of memory on version 2 alone; take singleProcessOOMKill out of the configuration",
+            "this machine's cgroups are {}, but singleProcessOOMKill is false, which needs version 2 to kill a whole \
+             container at once; remove singleProcessOOMKill from the configuration",
             cgroups.version()
         );
     }
@@ -141,7 +141,7 @@ fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
 /// the service manager, the locks.
 fn start_keepers(frame: &mut Frame, services: &Services, ownership: Option<Arc<Ownership>>) {
     let stop = || frame.serving.clone();
-    let readiness = services.health.clone().tell(services.node_events(), stop());
+    let readiness = services.health.clone().record_readiness(services.node_events(), stop());
     let log = services.events.writer(Arc::clone(&services.state), stop());
     let locks = Locks { state: Arc::clone(&services.state), runtime: ownership };
     let locks = locks.keep(services.node_events(), stop());
@@ -151,8 +151,8 @@ fn start_keepers(frame: &mut Frame, services: &Services, ownership: Option<Arc<O
     frame.servers.spawn("locks", locks);
 }
 
-/// Computes the time that pods may take to stop with the agent, once it is told to end; zero where pods keep
-/// running without it.
+/// Returns a function that computes the maximum time for the pods to stop with the agent; zero if pods keep
+/// running without the agent.
 fn stopping_time(services: &Services) -> impl Fn() -> Duration + use<> {
     let (stop_pods, table) = (services.config.beelet.stop_pods_on_exit, services.table.clone());
     move || {
@@ -165,7 +165,7 @@ fn stopping_time(services: &Services) -> impl Fn() -> Duration + use<> {
 /// Refuses a runtime that a kubelet drives as well, or that does not see the pods' mounts.
 async fn refuse_others(ownership: &Ownership, services: &Services) -> Result<()> {
     let (pods, socket) = (&services.config.beelet.pods_dir, services.runtime.socket());
-    // A kubelet that waited for the runtime as we did is seen only now.
+    // Only now a kubelet is visible that waited for the runtime, too.
     ownership.refuse_kubelet(socket)?;
     services.health.follow_mounts(folders::refuse_lost_mounts(pods, socket).await?);
     Ok(())
@@ -179,7 +179,8 @@ async fn run_parts(
     shutdown: CancellationToken,
 ) -> Result<()> {
     let services = &node.services;
-    // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
+    // All other parts must serve the manager until it ends, which may take long (pods that stop with the
+    // agent).
     let working = CancellationToken::new();
     let mut tasks = Tasks::new(&working, failures);
     let (requests, requested) = mpsc::channel(REQUESTS);
@@ -190,9 +191,9 @@ async fn run_parts(
     let protection = NodeProtection::build(&node, &requests, goes_down.subscribe()).await;
     let state = Arc::clone(&services.state);
     let loading = blocking("reading the records of pods", move || Records::load(&state));
-    // With a thousand pods each takes its time.
+    // Concurrently, since both are slow with a thousand pods.
     let (records, desired) = tokio::join!(loading, sources::start(services, inputs.sources, &mut tasks));
-    // It ends when the manager has.
+    // The writer ends after the manager.
     let writer = records.writer(Arc::clone(&services.state), services.metrics.pods.clone());
     tasks.spawn_optional("records", writer);
     let launcher = launcher(&node, desired.clone(), records.written(), &devices, &protection)?;
@@ -238,7 +239,7 @@ async fn run_parts(
     upkeep::keep_images(&node, &mut tasks);
     upkeep::keep_logs(&node, &mut tasks);
     upkeep::serve_local_sockets(&node, &mut tasks, &handles);
-    tasks.spawn("memory", upkeep::give_memory_back(tasks.stop()));
+    tasks.spawn("memory", upkeep::release_memory(tasks.stop()));
     for (name, part) in inputs.attached {
         tasks.spawn(name, part(handles.clone(), tasks.stop()));
     }
@@ -250,7 +251,7 @@ async fn run_parts(
     };
     working.cancel();
     farewell(tasks).await;
-    // Pinned, the kernel's listener table stays while the agent is away. Pods that were not stopped need it.
+    // Running pods need the kernel's listener table, which stays if it is pinned.
     let keep_pins = failed.is_some() || !node.services.config.beelet.stop_pods_on_exit;
     kernel::stop(node.kernel, keep_pins).await;
     info!("ended");
@@ -274,7 +275,7 @@ fn node_shutdown(handles: &Handles, since: watch::Sender<beelet_shutdown::Since>
     })
 }
 
-/// Fills the cells that the servers of the API have waited for.
+/// Sets the cells for which the servers of the API wait.
 fn fill_cells(late: &Late, handles: &Handles) {
     let _ = late.devices.set(grpc::devices::Known {
         devices: handles.devices.clone(),

@@ -22,10 +22,10 @@ use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 /// The machine's own logs.
 const SYSTEM_LOGS: &str = "/var/log";
 
-/// Starts all of them in `frame`. The metrics of `cgroups` are on the pages.
+/// Starts all servers in `frame`. The pages include the metrics of `cgroups`.
 ///
 /// # Errors
-/// A socket or a port is taken, or a certificate cannot be used.
+/// A socket or a port is in use, or a certificate is unusable.
 pub(super) async fn start(
     frame: &mut Frame,
     services: &Services,
@@ -58,7 +58,7 @@ pub(super) async fn start(
     Ok(())
 }
 
-/// All services of the gRPC socket.
+/// Returns all services of the gRPC socket.
 fn grpc_services(services: &Services, late: &Late, serving: &CancellationToken) -> Routes {
     let Services { table, runtime, config, .. } = services;
     let logs = config.pod_logs_dir.clone();
@@ -82,8 +82,8 @@ fn grpc_services(services: &Services, late: &Late, serving: &CancellationToken) 
         .add_service(services.stats.service(Mode::Run, serving))
 }
 
-/// All pages, for clients that are authorized; and the servers without encryption, each with the setting that
-/// names its port.
+/// Returns all pages for authorized clients, and the servers without encryption, each with the setting of its
+/// port.
 fn pages(services: &Services, cgroups: &Cgroups) -> (ApiState, Vec<(&'static str, SocketAddr, ApiState)>) {
     let Services { config, stats, .. } = services;
     let mut registry = services.metrics.registry(&services.runtime, cgroups);
@@ -100,7 +100,7 @@ fn pages(services: &Services, cgroups: &Cgroups) -> (ApiState, Vec<(&'static str
     };
     let local = ApiState { specs: config.beelet.unauthenticated_pods, ..all.clone() };
     let healthz = SocketAddr::new(config.healthz_address, config.healthz_port);
-    // As the kubelet's: every client that can connect sees the pods too.
+    // As on the kubelet's port, every client sees the pods, too.
     let read_only = SocketAddr::new(config.server.address, config.server.read_only_port);
     let mut plain = vec![("healthzPort", healthz, local)];
     if config.server.enabled {

@@ -41,33 +41,33 @@ pub struct Services {
     pub runtime: Runtime,
     /// Storage plugins and their volumes.
     pub csi: Csi,
-    /// Drivers that prepare claims to devices.
+    /// DRA drivers, which prepare resource claims.
     pub dra: Dra,
-    /// Asks the probes.
+    /// Handle of the probes.
     pub probes: beelet_probes::Handle,
-    /// Counters of all parts.
+    /// Metrics of all parts.
     pub metrics: Metrics,
     pub(super) config: Arc<Config>,
     pub(super) doors: Arc<Doors>,
     pub(super) health: Health,
     pub(super) stats: Stats,
     pub(super) disks: Disks,
-    /// The API server, where it answers for service accounts.
+    /// Service accounts of the API server, on a cluster's node.
     pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
-    /// The API server, where it answers for claims.
+    /// Storage objects of the API server, on a cluster's node.
     pub(super) storage: Option<Arc<dyn Storage>>,
 }
 
-/// Answers of the API server; None on a node without one.
+/// Clients of the API server; None on a standalone node.
 #[derive(Default)]
 pub(super) struct ApiServer {
-    /// Answers for the pods' service accounts.
+    /// Client for the pods' service accounts.
     pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
-    /// Answers for claims.
+    /// Client for storage objects.
     pub(super) storage: Option<Arc<dyn Storage>>,
 }
 
-/// Inner ends of the services: one part takes each.
+/// Inner ends of the services, each for a single part.
 pub(super) struct Ends {
     pub(super) table: watch::Sender<Arc<PodTable>>,
     pub(super) stats: beelet_stats::Inbox,

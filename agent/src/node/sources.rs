@@ -1,5 +1,5 @@
-//! Sources of pods: the static manifests, and those that are built elsewhere, joined into one value for the
-//! pods' manager.
+//! Joins the sources of pods, i.e. the static manifests and those that are built elsewhere, into one value
+//! for the pods' manager.
 
 use std::{future::pending, sync::Arc};
 
@@ -11,7 +11,7 @@ use tracing::warn;
 
 use super::{services::Services, tasks::Tasks};
 
-/// Starts the sources: the static manifests, and `others`. Returns the pods that they want together.
+/// Starts the static manifests and joins them with `others`. Returns the desired pods of all sources.
 pub(super) async fn start(
     services: &Services,
     mut others: Vec<watch::Receiver<Arc<Desired>>>,
@@ -23,7 +23,7 @@ pub(super) async fn start(
     }
     others.insert(0, manifests);
     let (joined, joining) = join(others);
-    // The API's services listen until the very end.
+    // The API's services subscribe until the end, so stop explicitly.
     let stop = tasks.stop();
     tasks.spawn_optional("sources of pods", async move {
         stop.run_until_cancelled(joining).await;
@@ -31,11 +31,12 @@ pub(super) async fn start(
     joined
 }
 
-/// Starts the source of static pods. Without a static pod path it wants no pods, and leaves those that run.
+/// Starts the source of static pods. Without a static pod path, no static pods are desired and running ones
+/// are left alone.
 async fn start_manifests(services: &Services, tasks: &mut Tasks) -> watch::Receiver<Arc<Desired>> {
     let config = &services.config;
     let Some(path) = &config.static_pod_path else {
-        warn!("staticPodPath is not set: no static pods are started, and those that run are left alone");
+        warn!("staticPodPath is not set: starting no static pods and leaving running ones alone");
         let nothing = Desired { without_folder: true, ..Desired::default() };
         return watch::channel(Arc::new(nothing)).1;
     };
@@ -51,7 +52,7 @@ async fn start_manifests(services: &Services, tasks: &mut Tasks) -> watch::Recei
     desired
 }
 
-/// Settings that decide how manifests become pods.
+/// Returns the settings for the pods of manifests.
 pub(super) fn manifest_rules(services: &Services) -> Rules {
     Rules {
         critical_static_pods: services.config.beelet.critical_static_pods,
@@ -60,9 +61,9 @@ pub(super) fn manifest_rules(services: &Services) -> Rules {
     }
 }
 
-/// Joins `sources`. Returns what they want together, and the work that keeps it so until the last receiver is
-/// gone. If two sources name the same pod or object, the first one counts. The last value of a source that
-/// has ended stands.
+/// Joins `sources`. Returns the joined value, and a future that keeps it current until the last receiver is
+/// dropped. If two sources have the same pod or object, the first source wins. A source that has ended keeps
+/// its last value.
 fn join(
     mut sources: Vec<watch::Receiver<Arc<Desired>>>,
 ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send) {

@@ -1,5 +1,5 @@
-//! The measuring of containers: the sampling of their counters, the kernel's edges, the gRPC service and the
-//! metrics of both. The same for `run` and for `observe`.
+//! Measuring of containers for `run` and `observe`: sampling of counters, the kernel's edges, the gRPC
+//! service, and their metrics.
 
 mod forward;
 mod traffic;
@@ -24,48 +24,48 @@ use beelet_model::{
 use beelet_stats::metrics::{Containers, Metrics};
 use beelet_stats::{Inbox, KernelReading, Parts, Sampling};
 
-/// What servers need of the measuring; made before anything is measured.
+/// Handles of the measuring for servers, created before the measuring starts.
 #[derive(Debug, Clone)]
 pub(super) struct Stats {
-    /// Containers' numbers.
+    /// Measurements of containers.
     pub(super) pressure: beelet_stats::Stats,
     feed: Feed,
     metrics: Metrics,
 }
 
-/// How measuring is configured.
+/// Options of the measuring.
 pub(super) struct Options {
     /// The node's name.
     pub(super) node: String,
-    /// Between two readings while somebody looks.
+    /// Interval of readings while a client is present.
     pub(super) interval: Duration,
-    /// More containers are left out.
+    /// Maximum number of measured containers.
     pub(super) most: usize,
-    /// What pods have on disk.
+    /// Disk usage of pods.
     pub(super) disk: Box<dyn DiskUse>,
-    /// What their volumes have.
+    /// Usage of pods' volumes.
     pub(super) volumes: watch::Receiver<VolumesUse>,
 }
 
 impl Stats {
-    /// Not measuring yet.
+    /// Creates the handles without starting the measuring.
     pub(super) fn new() -> (Self, Inbox) {
         let (pressure, inbox) = beelet_stats::channel();
         (Self { pressure, feed: Feed::default(), metrics: Metrics::default() }, inbox)
     }
 
-    /// Adds the metrics to `registry`.
+    /// Registers the metrics.
     pub(super) fn register(&self, registry: &mut Registry, pod_uid: bool) {
         self.metrics.register(registry);
         registry.register_collector(Box::new(Containers { pressure: self.pressure.clone(), pod_uid }));
     }
 
-    /// The gRPC service.
+    /// Returns the gRPC service.
     pub(super) fn service(&self, mode: Mode, serving: &CancellationToken) -> SignalsServer<impl Service> {
         signals::service(self.pressure.clone(), self.feed.clone(), mode, serving.clone())
     }
 
-    /// Starts measuring.
+    /// Starts the measuring.
     pub(super) fn start(
         self,
         inbox: Inbox,
@@ -94,7 +94,7 @@ impl Stats {
     }
 }
 
-/// Reads the kernel programs' counters for the sampling.
+/// Returns the reader of the BPF programs' counters for the sampling.
 fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
     let Some(measures) = kernel.measures() else { return Box::new(|| None) };
     let mut interference = Interference::new(measures.clone());
@@ -103,15 +103,15 @@ fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
         let interfering = interference.read(&counters)?;
         Ok::<_, KernelError>(KernelReading { counters, interfering })
     };
-    let mut said = false;
+    let mut failing = false;
     Box::new(move || match read() {
         Ok(reading) => {
-            said = false;
+            failing = false;
             Some(reading)
         }
         Err(error) => {
-            if !std::mem::replace(&mut said, true) {
-                tracing::warn!("{error}; the files have to do meanwhile");
+            if !std::mem::replace(&mut failing, true) {
+                tracing::warn!("{error}; reading cgroup files instead");
             }
             None
         }

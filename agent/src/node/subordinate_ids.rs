@@ -1,6 +1,5 @@
-//! The user and group ids that this machine gives to the user `kubelet` for the pods' user namespaces, as the
-//! kubelet asks for them (`getKubeletMappings`): by the tool `getsubids`, where there is such a user and such
-//! a tool.
+//! Subordinate user and group ids of the user `kubelet` for the pods' user namespaces, read by the tool
+//! `getsubids` as in the kubelet (`getKubeletMappings`), if the user and the tool exist.
 
 use std::{fs, time::Duration};
 
@@ -8,20 +7,20 @@ use anyhow::{Context, Result, bail};
 use beelet_base::program::{Bounds, Complaints, Program};
 use beelet_policy::resources::user_namespaces::{IdPool, IdRange};
 
-/// Whose ids they are.
+/// Owner of the ids.
 const USER: &str = "kubelet";
-/// The tool that knows them, wherever they are configured.
+/// Tool that reads the ids from all sources.
 const TOOL: &str = "getsubids";
-/// How long it may take (it may ask a directory service), and how much it may say.
+/// Limits of the tool's time (it may query a directory service) and output.
 const BOUNDS: Bounds =
     Bounds { within: Duration::from_secs(60), output: 64 << 10, complaints: Complaints::Apart(1024) };
 
-/// The ids of pods with user namespaces of their own: those of the user `kubelet`, else all but the first of
-/// the machine. Blocking.
+/// Returns the ids for pods with their own user namespaces: those of the user `kubelet`, or else all ids of
+/// the machine except the first ones. Blocking.
 pub(super) fn pool(per_pod: u32, max_pods: u32) -> Result<IdPool> {
     let of_user = if has_user(&fs::read("/etc/passwd").unwrap_or_default()) { ask()? } else { None };
     IdPool::new(of_user, per_pod, max_pods).context(
-        "userNamespaces: change the lines of the user kubelet in /etc/subuid and /etc/subgid, or userNamespaces.idsPerPod",
+        "userNamespaces: change the lines of the user kubelet in /etc/subuid and /etc/subgid, or set userNamespaces.idsPerPod",
     )
 }
 
@@ -29,20 +28,20 @@ fn has_user(passwd: &[u8]) -> bool {
     passwd.split(|b| *b == b'\n').any(|line| line.split(|b| *b == b':').next() == Some(USER.as_bytes()))
 }
 
-/// The ids of the user; None without the tool.
+/// Returns the ids of the user; None without the tool.
 fn ask() -> Result<Option<IdRange>> {
-    let Some(users) = told(&Program::tool(TOOL).operand(USER))? else { return Ok(None) };
-    let groups = told(&Program::tool(TOOL).flag("-g").operand(USER))?.unwrap_or_default();
+    let Some(users) = output_of(&Program::tool(TOOL).operand(USER))? else { return Ok(None) };
+    let groups = output_of(&Program::tool(TOOL).flag("-g").operand(USER))?.unwrap_or_default();
     if users != groups {
         bail!(
-            "the user {USER} has other subordinate users than groups: give it the same in /etc/subuid and /etc/subgid"
+            "the subordinate user and group ids of the user {USER} differ; set the same range in /etc/subuid and /etc/subgid"
         );
     }
     parse(&users).map(Some)
 }
 
-/// What the tool says, None without the tool.
-fn told(tool: &Program) -> Result<Option<String>> {
+/// Returns the tool's output; None without the tool.
+fn output_of(tool: &Program) -> Result<Option<String>> {
     let ended = match tool.run_blocking(BOUNDS) {
         Err(error) if error.is_missing() => return Ok(None),
         ended => ended?,
@@ -50,14 +49,14 @@ fn told(tool: &Program) -> Result<Option<String>> {
     if !ended.status.success() {
         let why = String::from_utf8_lossy(&ended.complaints);
         bail!(
-            "there is a user {USER}, and {TOOL} knows no ids of it ({}): give it some in /etc/subuid and /etc/subgid",
+            "{TOOL} found no subordinate ids of the user {USER} ({}); add a range to /etc/subuid and /etc/subgid",
             why.trim().chars().take(200).collect::<String>()
         );
     }
     Ok(Some(String::from_utf8_lossy(&ended.output).into_owned()))
 }
 
-/// `0: kubelet 65536 7208960`: one line, no more.
+/// Parses the tool's output, e.g. `0: kubelet 65536 7208960`: exactly one line.
 fn parse(text: &str) -> Result<IdRange> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
     let words = lines.first().map(|line| line.split_whitespace().collect::<Vec<_>>()).unwrap_or_default();
@@ -66,7 +65,7 @@ fn parse(text: &str) -> Result<IdRange> {
         _ => None,
     };
     let (first, length) = range.with_context(|| {
-        format!("the user {USER} must have one range of subordinate ids in /etc/subuid, not what {TOOL} says: {text:?}")
+        format!("the user {USER} must have exactly one range of subordinate ids in /etc/subuid; {TOOL} printed {text:?}")
     })?;
     Ok(IdRange { first, length })
 }

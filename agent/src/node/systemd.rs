@@ -1,4 +1,4 @@
-//! What systemd wants to know of a service (sd_notify(3)). Without systemd all of this does nothing.
+//! Notifications of a service to systemd (sd_notify(3)). Without systemd they have no effect.
 
 use std::time::Duration;
 
@@ -7,18 +7,19 @@ use sd_notify::NotifyState;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// While pods are being stopped systemd is asked so often for so much more time.
+/// Interval of requests for more time while pods are being stopped.
 const EXTEND_PERIOD: Duration = Duration::from_secs(5);
+/// Additional time per request.
 const EXTENSION: Duration = Duration::from_secs(30);
 
-/// Tells systemd that the agent is up, feeds the watchdog at half its period as the kubelet does, tells that
-/// the agent ends once `ending` says so, and returns at `ended`.
+/// Notifies systemd that the agent is ready, feeds the watchdog at half its period as the kubelet does,
+/// notifies systemd of the stop at `ending`, and returns at `ended`.
 ///
-/// What stops with the agent may take longer than the unit's `TimeoutStopSec`: for as long as `stopping_time`
-/// says, asked once it ends, systemd is asked for more time.
+/// Stopping pods may take longer than the unit's `TimeoutStopSec`, so the agent requests more time for the
+/// duration of `stopping_time`, which is evaluated at `ending`.
 ///
-/// The watchdog learns that the agent's threads get on with their work, and no more: to start the agent again
-/// because the container runtime is down would help nobody.
+/// The watchdog covers only the progress of the agent's threads: restarting the agent would not help if the
+/// container runtime is down.
 pub async fn follow(
     ending: CancellationToken,
     ended: CancellationToken,
@@ -28,20 +29,20 @@ pub async fn follow(
     let period = sd_notify::watchdog_enabled();
     let mut ticks = tokio::time::interval(period.map_or(Duration::from_secs(3600), |period| period / 2));
     let mut extend = tokio::time::interval(EXTEND_PERIOD);
-    let (mut told, mut patience) = (false, Instant::now());
+    let (mut is_stopping, mut patience) = (false, Instant::now());
     loop {
         tokio::select! {
-            // In this order: where there is nothing to stop both come at once, and the first is to be told
-            // all the same.
+            // In this order: without pods to stop, both tokens are cancelled at once, and systemd must still
+            // get the first notification.
             biased;
-            () = ending.cancelled(), if !told => {
-                told = true;
+            () = ending.cancelled(), if !is_stopping => {
+                is_stopping = true;
                 notify(&[NotifyState::Stopping]);
                 patience = Instant::now().after(stopping_time());
                 extend.reset_immediately();
             }
             () = ended.cancelled() => return,
-            _ = extend.tick(), if told && Instant::now() < patience => {
+            _ = extend.tick(), if is_stopping && Instant::now() < patience => {
                 let usec = u32::try_from(EXTENSION.as_micros()).unwrap_or(u32::MAX);
                 notify(&[NotifyState::ExtendTimeoutUsec(usec)]);
             }
@@ -52,6 +53,6 @@ pub async fn follow(
 
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        tracing::debug!("systemd was not told: {error}");
+        tracing::debug!("cannot notify systemd: {error}");
     }
 }

@@ -1,6 +1,6 @@
-//! The parts that run beside each other, by name. One that panics, or ends before it is told to, ends the
-//! agent with the reason: half an agent would look well and do half its work. A new start is safe at any
-//! instant, and finds the pods as they are.
+//! Runs the concurrent parts, by name. A part that panics, or ends too early, ends the agent with the cause:
+//! otherwise the agent would look healthy and do only half its work. A restart is safe at any time and adopts
+//! the running pods.
 
 use std::{future::pending, panic::AssertUnwindSafe, time::Duration};
 
@@ -12,7 +12,8 @@ use tracing::error;
 
 use beelet_base::blocking::message;
 
-/// What a part worked for may have ended a moment before all parts are told to.
+/// Tolerance for a part that ends shortly before all parts must end, because the part that it served has
+/// ended.
 const MOMENT: Duration = Duration::from_secs(1);
 
 /// The first failure of any part. Clones share it.
@@ -20,11 +21,11 @@ const MOMENT: Duration = Duration::from_secs(1);
 pub(super) struct Failures(watch::Sender<Option<String>>);
 
 impl Failures {
-    /// Keeps the first one; all are logged.
+    /// Logs a failure, and stores the first one.
     fn add(&self, name: &str, what: &str) {
         let sentence = format!(
-            "the agent's part {name:?} {what}: the agent ends, so that it can be started anew. Pods go on running meanwhile. \
-             This is a bug, please report it with the lines before"
+            "the agent's part {name:?} {what}: the agent exits for a restart, while pods keep running. This is a bug; please \
+             report it with the preceding log lines"
         );
         error!("{sentence}");
         self.0.send_if_modified(|first| {
@@ -34,7 +35,7 @@ impl Failures {
         });
     }
 
-    /// Waits for the first one.
+    /// Waits for the first failure.
     pub(super) async fn first(&self) -> anyhow::Error {
         let mut failed = self.0.subscribe();
         let first = failed.wait_for(Option::is_some).await.ok().and_then(|first| first.clone());
@@ -54,17 +55,17 @@ pub(super) struct Tasks {
 }
 
 impl Tasks {
-    /// Starts with no part. They run until `until`.
+    /// Creates an empty set of parts, which run until `until`.
     pub(super) fn new(until: &CancellationToken, failures: &Failures) -> Self {
         Self { tasks: JoinSet::new(), until: until.clone(), failures: failures.clone() }
     }
 
-    /// The token that is cancelled when the parts must end.
+    /// Returns the token that is cancelled when the parts must end.
     pub(super) fn stop(&self) -> CancellationToken {
         self.until.clone()
     }
 
-    /// Runs one that must not end by itself.
+    /// Runs a part that must not end by itself.
     pub(super) fn spawn(&mut self, name: &'static str, part: impl Future<Output = ()> + Send + 'static) {
         self.run(name, async move {
             part.await;
@@ -72,7 +73,7 @@ impl Tasks {
         });
     }
 
-    /// Runs one that may find that there is nothing for it to do (any more), and end.
+    /// Runs a part that may end by itself if it has nothing (more) to do.
     pub(super) fn spawn_optional(
         &mut self,
         name: &'static str,
@@ -81,7 +82,7 @@ impl Tasks {
         self.run(name, part.map(|()| None));
     }
 
-    /// Watches one that runs elsewhere; `ended` says what became of it.
+    /// Watches a part that runs elsewhere; `ended` returns the reason for its end.
     pub(super) fn watch(&mut self, name: &'static str, ended: impl Future<Output = String> + Send + 'static) {
         let until = self.until.clone();
         self.run(name, async move { until.run_until_cancelled(ended).await });
@@ -103,14 +104,14 @@ impl Tasks {
         });
     }
 
-    /// Waits until all have ended.
+    /// Waits until all parts have ended.
     pub(super) async fn ended(&mut self) {
         while self.tasks.join_next().await.is_some() {}
     }
 }
 
-/// In debug builds a part panics if `BEELET_PANIC` has its name: tests see what comes of it.
-#[allow(clippy::panic)] // it is what was asked for
+/// Runs a part. In debug builds the part panics if `BEELET_PANIC` has its name, for tests.
+#[allow(clippy::panic)] // the test requests the panic
 async fn on_demand<T>(name: &str, part: impl Future<Output = T>) -> T {
     if cfg!(debug_assertions) && std::env::var_os("BEELET_PANIC").is_some_and(|wanted| wanted == name) {
         std::panic::panic_any("BEELET_PANIC has its name");
@@ -134,7 +135,7 @@ mod tests {
         parts.spawn("probes", async { std::panic::panic_any(format!("index {} of 3", 7)) });
         let said = failures.first().await.to_string();
         assert!(said.contains("part \"probes\" panicked: index 7 of 3"), "{said}");
-        // The first one stays.
+        // The first failure stays.
         parts.spawn("eviction", async { std::panic::panic_any("too late") });
         while parts.tasks.len() > 1 {
             parts.tasks.join_next().await;

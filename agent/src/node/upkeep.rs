@@ -1,5 +1,5 @@
-//! Starts the parts that keep what pods have beside containers: volumes, images and logs, and the sockets on
-//! which other programs of the node ask about them. None of these parts decides what runs.
+//! Starts the parts that maintain the pods' volumes, images and logs, and the sockets for other programs of
+//! the node. None of these parts decides which pods run.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,11 +18,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::{handles::Handles, opened::Node, tasks::Tasks};
 
-/// The time between two checks that the locks are there.
+/// Interval of checks that the locks exist.
 const LOCKS_CHECKED: Duration = Duration::from_secs(60);
-/// The time between two checks that the runtime that answers sees the mounts.
+/// Interval of checks that the runtime sees the mounts.
 const MOUNTS_CHECKED: Duration = Duration::from_secs(5);
-/// The time between two returns of freed memory to the system.
+/// Interval of returning freed memory to the system.
 const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 
 /// Locks that keep other agents from this one's records and runtime.
@@ -32,11 +32,11 @@ pub(super) struct Locks {
 }
 
 impl Locks {
-    /// Makes locks again that somebody has removed, with the folder of state, until `cancel`: without them a
-    /// second agent could start.
+    /// Restores removed locks, and the state folder, until `cancel`: without locks a second agent could
+    /// start.
     pub(super) async fn keep(self, events: NodeEvents, cancel: CancellationToken) {
         let locks = Arc::new(self);
-        let mut told = String::new();
+        let mut reported = String::new();
         loop {
             tokio::select! {
                 () = cancel.cancelled() => return,
@@ -45,56 +45,56 @@ impl Locks {
             let looking = Arc::clone(&locks);
             match blocking("looking for the locks", move || looking.renew()).await {
                 Ok(gone) => gone.iter().for_each(|sentence| events.warning("LockRestored", sentence)),
-                Err(error) if error == told => {}
+                Err(error) if error == reported => {}
                 Err(error) => {
                     events.warning("LockLost", &error);
-                    told = error;
+                    reported = error;
                 }
             }
         }
     }
 
-    /// A sentence for each that was gone; or why one can't be made again.
+    /// Restores missing locks. Returns a message for each restored one, or the error of one that can't be
+    /// restored.
     fn renew(&self) -> Result<Vec<String>, String> {
         let mut gone = Vec::new();
         if self.state.renew().map_err(|error| error.to_string())? {
             gone.push(format!(
-                "the lock of the state folder {} was gone from the disk, and is made again; records that were there are \
-                 written again as they change",
+                "restored the removed lock of the state folder {}; removed records are written again when they change",
                 self.state.dir().display()
             ));
         }
         let runtime = self.runtime.as_ref().map_or(Ok(false), |runtime| runtime.renew());
         if runtime.map_err(|error| error.to_string())? {
-            gone.push("the lock of the runtime was gone from the disk, and is made again".to_owned());
+            gone.push("restored the removed lock of the runtime".to_owned());
         }
         Ok(gone)
     }
 }
 
-/// Looks whether the runtime that answers sees what is mounted for pods, until `cancel`.
+/// Checks that the runtime sees the pods' mounts, until `cancel`.
 async fn watch_mounts(mounts: Arc<Mounts>, events: NodeEvents, cancel: CancellationToken) {
-    let mut told = None;
+    let mut reported = None;
     loop {
         tokio::select! {
             () = cancel.cancelled() => return,
             () = tokio::time::sleep(MOUNTS_CHECKED) => {}
         }
         let trouble = mounts.check().await;
-        if trouble == told {
+        if trouble == reported {
             continue;
         }
         match &trouble {
             Some(sentence) => events.warning("MountsNotShared", sentence),
             None => {
-                events.normal("MountsShared", "The container runtime sees what is mounted for pods again");
+                events.normal("MountsShared", "The container runtime sees the pods' mounts again");
             }
         }
-        told = trouble;
+        reported = trouble;
     }
 }
 
-/// Finds folders of pods that are gone.
+/// Builds the sweep of folders of removed pods.
 pub(super) fn orphan_sweep(node: &Node, records: &Records, handles: &Handles) -> orphans::Sweep {
     let services = &node.services;
     orphans::Sweep {
@@ -111,7 +111,7 @@ pub(super) fn orphan_sweep(node: &Node, records: &Records, handles: &Handles) ->
     }
 }
 
-/// Starts the parts that keep volumes, while their pods run and after that.
+/// Starts the parts that maintain volumes, while their pods run and after that.
 pub(super) fn keep_volumes(
     node: &Node,
     tasks: &mut Tasks,
@@ -137,7 +137,7 @@ pub(super) fn keep_volumes(
     }
 }
 
-/// Starts the part that remembers which pods may use an image, and the part that imports archives.
+/// Starts the part that records which pods may use an image, and the part that imports archives.
 pub(super) fn keep_images(node: &Node, tasks: &mut Tasks) {
     let services = &node.services;
     let access = Arc::clone(node.puller.access());
@@ -148,7 +148,7 @@ pub(super) fn keep_images(node: &Node, tasks: &mut Tasks) {
     }
 }
 
-/// Starts the rotation of logs, and the links to them.
+/// Starts the rotation of logs, and the maintenance of links to them.
 pub(super) fn keep_logs(node: &Node, tasks: &mut Tasks) {
     let (config, table) = (&node.services.config, &node.services.table);
     let limits = rotate::Limits {
@@ -178,15 +178,15 @@ pub(super) fn serve_local_sockets(node: &Node, tasks: &mut Tasks, handles: &Hand
     tasks.spawn("pods API", podsapi::serve(inputs, tasks.stop()));
 }
 
-/// Returns memory to the system, every [`MEMORY_PERIOD`], that the start or a burst needed (a hundred pods
-/// that start at once) and that is free again.
-pub(super) async fn give_memory_back(shutdown: CancellationToken) {
+/// Returns free memory to the system every [`MEMORY_PERIOD`], e.g. after the agent's start or a burst (a
+/// hundred pods that start at once).
+pub(super) async fn release_memory(shutdown: CancellationToken) {
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
             () = tokio::time::sleep(MEMORY_PERIOD) => {}
         }
-        // It may take a moment.
+        // The release may block.
         if spawn_blocking(beelet_bpf::release_memory).await.is_err() {
             return;
         }

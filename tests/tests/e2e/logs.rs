@@ -153,7 +153,7 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
     assert_eq!(out, "configmap/conf configured\npod/web unchanged\n");
     let broken = text("red").replace("\"kind\":\"Pod\"", "\"kind\":\"Pud\"");
     let (code, out, error) = apply(&broken);
-    assert!(code == Some(2) && out.is_empty() && error.contains("\"Pud\" is not a kind"), "{error}");
+    assert!(code == Some(2) && out.is_empty() && error.contains("\"Pud\" is not supported"), "{error}");
 
     let (code, out, error) = node.cli(&["delete", "pod", "web", "--keep-manifest", "--grace-period", "0"]);
     assert!(code == Some(0) && out.contains("pod/web-testnode deleted"), "{out}{error}");

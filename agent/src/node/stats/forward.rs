@@ -1,4 +1,4 @@
-//! From the kernel half's edges to the feed that programs watch: with the names of the containers.
+//! Forwards the kernel half's edges, with the names of the containers, to the feed of watching clients.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -13,15 +13,15 @@ use beelet_api::signals::feed::Feed;
 use beelet_bpf::{Edge, Edges, Listener, PressureKind};
 use beelet_stats::{NodeStats, Scope, Stats};
 
-/// An unknown cgroup makes the containers be looked up again, at most this often.
+/// Minimum time between two lookups of containers after an unknown cgroup.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// Names that are remembered: of containers that have gone, too, for their last edges come after them.
+/// Maximum number of cached names, including those of removed containers, whose last edges may come late.
 const NAMES: usize = 8192;
 
 /// Namespace, pod, container.
 type Name = (String, String, String);
 
-/// Tells the feed of every edge until `shutdown`. While nobody watches, edges are read and dropped.
+/// Publishes every edge to the feed until `shutdown`. Reads and drops edges while the feed has no watcher.
 pub(super) async fn run(edges: Edges, feed: Feed, pressure: Stats, shutdown: CancellationToken) {
     let mut names = Names { known: BTreeMap::new(), looked: None, pressure };
     while let Some(edge) = shutdown.run_until_cancelled(edges.recv()).await {
@@ -61,14 +61,14 @@ impl Names {
             let name = (pod.name.namespace.clone(), pod.name.name.clone(), container.name.clone());
             self.known.insert(id, name);
         }
-        // Ids grow: the smallest are the oldest.
+        // Ids increase: the smallest are the oldest.
         while self.known.len() > NAMES {
             self.known.pop_first();
         }
     }
 }
 
-/// The edge as a message, and the cgroup that it is of.
+/// Converts an edge to a message, and returns the id of its cgroup.
 fn message(edge: &Edge) -> (SignalEdge, u64) {
     let of = |kind: Type, at_ns: u64| SignalEdge { r#type: kind.into(), at_ns, ..SignalEdge::default() };
     let listener = |kind, listener: &Listener, at_ns| {

@@ -1,4 +1,4 @@
-//! Bytes of pods' sockets are counted while somebody reads them, and not else: each packet would pay for it.
+//! Counts bytes of pods' sockets only on demand, since counting costs time per packet.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,26 +8,26 @@ use tokio::{sync::Notify, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-/// How long they are counted after the last reading: whoever scrapes does so more often.
+/// Time for which counting continues after the last reading; scrapes are more frequent.
 const LINGER: Duration = Duration::from_secs(300);
 
-/// Attaches what counts at each first `demand`, and takes it off when there was none for [`LINGER`].
+/// Attaches the counters at the first `demand`, and detaches them after [`LINGER`] without demand.
 pub(super) async fn run(traffic: Traffic, demand: Arc<Notify>, shutdown: CancellationToken) {
     let work = async {
         loop {
             demand.notified().await;
             let attaching = traffic.clone();
             match blocking("attaching the counters of bytes", move || attaching.attach()).await {
-                Ok(()) => debug!("somebody reads what pods' sockets carry: it is counted"),
+                Ok(()) => debug!("traffic accounting enabled (a subscriber appeared)"),
                 Err(error) => {
-                    warn!(%error, "the bytes of containers' sockets can't be counted; their pods' interfaces are");
+                    warn!(%error, "cannot count the bytes of containers' sockets; counting those of pods' interfaces only");
                 }
             }
             while timeout(LINGER, demand.notified()).await.is_ok() {}
             traffic.detach();
-            debug!("nobody reads what pods' sockets carry any more: it is counted no longer");
+            debug!("traffic accounting disabled (no subscriber left)");
         }
     };
-    // The kernel half takes them off when it is stopped.
+    // The kernel half detaches the counters when it stops.
     shutdown.run_until_cancelled(work).await;
 }
