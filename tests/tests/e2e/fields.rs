@@ -188,13 +188,13 @@ fn invalid_fields_are_refused_with_their_line() {
     let windows = json!({"windowsOptions": {"runAsUserName": "x"}});
     check(&with(script("a", "true"), "securityContext", windows), "are for nodes of Windows");
     let unmasked = with_main(script("a", "true"), "securityContext", json!({"procMount": "Unmasked"}));
-    check(&unmasked, "only where spec.hostUsers is false");
+    check(&unmasked, "only if spec.hostUsers is false");
     check(
         &with(with(script("a", "true"), "hostUsers", json!(false)), "hostPID", json!(true)),
         "spec.hostPID",
     );
     let pages = json!({"limits": {"hugepages-2Mi": "3Mi", "cpu": "1"}});
-    check(&with_main(script("a", "true"), "resources", pages), "whole pages");
+    check(&with_main(script("a", "true"), "resources", pages), "multiple of the page size");
 }
 
 fn path(file: &Path) -> &str {

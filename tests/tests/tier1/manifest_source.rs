@@ -316,7 +316,7 @@ async fn a_folder_that_is_moved_away_removes_its_pods_and_returns_with_them() {
     let away = watched.dir.with_file_name("away");
     fs::rename(&watched.dir, &away).unwrap();
     let desired = watched.until_pods(&[]).await;
-    assert!(!desired.folder_unread && is_rejected("was taken away")(&desired));
+    assert!(!desired.folder_unread && is_rejected("was removed")(&desired));
     fs::rename(&away, &watched.dir).unwrap();
     watched.until_pods(&["a"]).await;
     watched.write("b.yaml", &pod("b"));

@@ -136,7 +136,7 @@ fn an_absent_collector_is_reported_once_and_delays_nothing() {
         let tracing = json!({ "endpoint": format!("127.0.0.1:{port}"), "samplingRatePerMillion": 1_000_000 });
         options.kubelet("tracing", tracing)
     });
-    scene.until_logged("spans can't be sent, and are lost");
+    scene.until_logged("cannot send spans; dropping them");
     scene.apply(&manifests::pod("web", &["/bin/testapp"]));
     scene.until_ready("web");
     scene.is_well();
