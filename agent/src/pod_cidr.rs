@@ -110,7 +110,7 @@ async fn identity(socket: &Path) -> Option<(u64, u64, i64)> {
         let found = std::fs::metadata(socket).ok()?;
         Some((found.dev(), found.ino(), found.ctime()))
     };
-    blocking("looking at the container runtime's socket", look).await
+    blocking("inspecting the container runtime's socket", look).await
 }
 
 #[cfg(test)]

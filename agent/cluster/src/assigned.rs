@@ -277,7 +277,7 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     pod
 }
 
-/// Returns the reason for which this node can't run a pod: names become folders.
+/// Returns the reason why this node can't run a pod: names become folders.
 fn unsound(pod: &core::Pod) -> Option<String> {
     let is_name = |text: &str| {
         let sound = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
@@ -469,7 +469,7 @@ mod tests {
         assigned.applied(&mirror);
         assigned.deleted(&mirror);
         assert!(uids(&pods) == ["u1"] && !wanted.has_changed().unwrap());
-        // A pod in the place of a mirror is wanted.
+        // A pod that replaces a mirror is wanted.
         assigned.applied(&mirror);
         assigned.applied(&pod("m", "u3"));
         assert_eq!(desired(&wanted.borrow_and_update()).pods.len(), 2);

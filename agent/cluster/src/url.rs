@@ -23,7 +23,7 @@ pub(crate) fn field_selector(field: &str, value: &str) -> String {
 /// name of its object.
 const LONGEST: usize = 512;
 
-/// Returns the reason for which `path` is invalid: one of its segments is not a name (apimachinery's
+/// Returns the reason why `path` is invalid: one of its segments is not a name (apimachinery's
 /// `IsValidPathSegmentName`) or is too long.
 pub(crate) fn wrong_part(path: &str) -> Option<String> {
     let path = path.split('?').next().unwrap_or(path);

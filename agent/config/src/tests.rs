@@ -264,7 +264,7 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("qosReserved: {cpu: 50%}", "3:20: qosReserved.cpu: ");
     check(
         "enforceNodeAllocatable: [pods, everything]",
-        "3:32: enforceNodeAllocatable[1]: \"everything\" can't be",
+        "3:32: enforceNodeAllocatable[1]: \"everything\" is not one of",
     );
     check("enforceNodeAllocatable: [kube-reserved]", " kubeReservedCgroup: must be set, because");
     check(

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-/// Returns the reason for which `field` has no effect; `None` if it is unknown or has an effect.
+/// Returns the reason why `field` has no effect; `None` if it is unknown or has an effect.
 pub(super) fn reason(field: &str) -> Option<&'static str> {
     GROUPS.iter().find(|group| group.fields.contains(&field)).map(|group| group.reason)
 }

@@ -1,7 +1,7 @@
-//! `beelet observe`: the measuring parts of `run`, next to another agent's kubelet, without the parts that
-//! act: it writes no cgroups, calls only lists and statuses of the runtime, and keeps no state. The loaded
-//! BPF programs only count, and are removed at the end. Two parts act if allowed by name: the tuner, and the
-//! collection of images.
+//! `beelet observe`: the measuring parts of `run` for the pods of another kubelet, without the parts that
+//! act. The observer writes no cgroups, calls only lists and statuses of the runtime, and keeps no state. The
+//! loaded BPF programs only count, and are removed at the end. Two parts act if allowed by name: the tuner,
+//! and the collection of images.
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
