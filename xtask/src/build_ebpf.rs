@@ -1,9 +1,9 @@
-//! `cargo xtask build-ebpf`: builds the kernel programs and puts the object where `cargo build` takes it
-//! from.
+//! `cargo xtask build-ebpf`: builds the kernel programs and writes the objects to the folder from which
+//! `cargo build` reads them.
 //!
-//! The objects are committed (`ebpf/prebuilt/`), so that nobody needs a BPF toolchain to build beelet. Their
-//! bytes are reproducible: no path of the machine and no debug information but BTF is in them, and so
-//! `--check` can build them again and compare. Beside them lies a record of what they were made from.
+//! The objects are committed (`ebpf/prebuilt/`), so beelet builds without a BPF toolchain. Their bytes are
+//! reproducible: they contain no path of the machine and no debug information but BTF, so `--check` can build
+//! them again and compare. A record next to them names their sources and tools.
 
 use crate::progress::Step;
 use crate::setup_ebpf::{self, Toolchain};
@@ -16,11 +16,11 @@ use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Builds the kernel programs and writes ebpf/prebuilt/ (committed: `cargo build` takes the object from
-/// there)
+/// Builds the kernel programs and writes ebpf/prebuilt/, which is committed and from which `cargo build`
+/// reads the objects
 #[derive(clap::Args)]
 pub struct Args {
-    /// Write nothing: fail unless the committed object is what the committed sources give
+    /// Write nothing: fail unless the committed objects are equal to a build of the committed sources
     #[arg(long)]
     check: bool,
     /// Build the development object instead, whose programs log through aya-log, into target/bpf/
@@ -28,28 +28,28 @@ pub struct Args {
     log: bool,
 }
 
-/// What the committed object was made from.
+/// The record of the sources and tools of the committed objects.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
-    /// SHA-256 over the names and contents of everything in ebpf/ that goes into the objects.
+    /// SHA-256 of the names and contents of all files in ebpf/ that go into the objects.
     sources_sha256: String,
     /// SHA-256 of each object, by its file's name.
     objects_sha256: BTreeMap<String, String>,
-    /// The tools whose bytes these are.
+    /// The tools that built the objects.
     toolchain: String,
 }
 
-/// The programs that are attached and pinned, with their maps.
+/// The object with the programs that are attached and pinned, and with their maps.
 pub const ATTACHED: &str = "beelet";
-/// Every object: the binary that cargo makes, of which `<name>.bpf.o` is made.
+/// The names of all objects: cargo makes a binary of this name, and xtask makes `<name>.bpf.o` from it.
 const OBJECTS: [&str; 3] = [ATTACHED, "beelet-check", "beelet-scheduler"];
 
-/// The file's name of an object.
+/// Returns the file name of an object.
 fn file_name(object: &str) -> String {
     format!("{object}.bpf.o")
 }
 
-/// A committed object.
+/// Returns the path of a committed object.
 fn prebuilt(object: &str) -> PathBuf {
     workdir::repository().join("ebpf/prebuilt").join(file_name(object))
 }
@@ -58,11 +58,11 @@ fn record_path() -> PathBuf {
     workdir::repository().join("ebpf/prebuilt/beelet.bpf.json")
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask build-ebpf`.
 ///
 /// # Errors
 /// The toolchain is missing and could not be installed, the programs do not build, or (`--check`) the
-/// committed object is not what the sources give.
+/// committed objects differ from a build of the sources.
 pub fn run(args: &Args) -> Result<()> {
     if args.check {
         return check();
@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> Result<()> {
     write(&record_path(), text.as_bytes())
 }
 
-/// Returns true if the committed object was made from the sources as they are now, by its record alone.
+/// Returns true if the committed objects were made from the current sources. Only reads their record.
 ///
 /// # Errors
 /// A file cannot be read.
@@ -112,7 +112,7 @@ fn check() -> Result<()> {
         let recorded = record.objects_sha256.get(&file_name(name)).map_or("none", String::as_str);
         if digest != recorded {
             bail!(
-                "{} (sha256 {digest}) is not the object that its record beelet.bpf.json names ({recorded}). Run \
+                "{} (sha256 {digest}) differs from the object in the record beelet.bpf.json ({recorded}); run \
                  `cargo xtask build-ebpf` and commit ebpf/prebuilt/",
                 path.display()
             );
@@ -125,7 +125,7 @@ fn check() -> Result<()> {
              Run `cargo xtask build-ebpf` and commit ebpf/prebuilt/"
         );
     }
-    step.done("the record fits");
+    step.done("the record matches");
     let toolchain = setup_ebpf::ensure()?;
     if toolchain.versions != record.toolchain {
         bail!(
@@ -142,7 +142,7 @@ fn check() -> Result<()> {
             record.toolchain
         );
     }
-    println!("the objects in ebpf/prebuilt/ are, byte for byte, what the sources give");
+    println!("the objects in ebpf/prebuilt/ are byte for byte equal to a build of the sources");
     Ok(())
 }
 
@@ -154,7 +154,7 @@ fn read_record() -> Result<Record> {
     serde_json::from_str(&text).with_context(|| format!("{} is not a build record", path.display()))
 }
 
-/// One of several objects.
+/// Returns the object with this name.
 pub fn object<'a>(objects: &'a Objects, name: &str) -> Result<&'a [u8]> {
     objects.get(name).map(Vec::as_slice).with_context(|| format!("no kernel object {name} was built"))
 }
@@ -162,7 +162,7 @@ pub fn object<'a>(objects: &'a Objects, name: &str) -> Result<&'a [u8]> {
 /// The bytes of objects, by name.
 pub type Objects = BTreeMap<&'static str, Vec<u8>>;
 
-/// Compiles, links and strips.
+/// Compiles, links and strips the kernel programs.
 pub fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
     let step = Step::start("kernel programs");
     let target = workdir::repository().join("target/bpf").join(if log { "log" } else { "plain" });
@@ -177,7 +177,7 @@ pub fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
         .args(["--target", "bpfel-unknown-none", "--target-dir"])
         .arg(&target)
         .env("PATH", path)
-        // Stable rustc builds `core` only if it is told that this is meant.
+        // Stable rustc builds `core` only with this variable.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("CARGO_ENCODED_RUSTFLAGS", rustflags(toolchain)?.join("\x1f"))
         .env_remove("RUSTFLAGS")
@@ -203,22 +203,22 @@ pub fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
     Ok(objects)
 }
 
-/// The flags for the programs and `core`. Names of folders are mapped to fixed ones: the bytes must not
-/// depend on where the repository, cargo's registry or the sources of `core` lie.
+/// Returns the flags for the programs and `core`. The flags map names of folders to fixed names, because the
+/// bytes must not depend on the folders of the repository, cargo's registry or the sources of `core`.
 fn rustflags(toolchain: &Toolchain) -> Result<Vec<String>> {
     let map = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());
     let mut flags = vec![
-        // aya-ebpf asks for it to choose `struct pt_regs`, which these programs never touch: one object for
-        // all.
+        // aya-ebpf chooses `struct pt_regs` by it. The programs never use pt_regs, so the object works on
+        // every architecture.
         "--cfg=bpf_target_arch=\"x86_64\"".to_owned(),
-        "-Cdebuginfo=2".to_owned(), // BTF is made from it
+        "-Cdebuginfo=2".to_owned(), // the linker makes BTF from it
         "-Clink-arg=--btf".to_owned(),
         map(&cargo_home()?, "/cargo"),
         map(&toolchain.library, "/rust/library"),
         map(&workdir::repository(), "/beelet"),
     ];
-    // The folder below is named after the registry's address, which is a mirror's on some machines. The last
-    // one that fits counts.
+    // The registry's address names the folder below, and some machines use a mirror. rustc applies the last
+    // mapping that matches.
     if let Ok(registries) = std::fs::read_dir(cargo_home()?.join("registry/src")) {
         flags.extend(registries.flatten().map(|registry| map(&registry.path(), "/cargo/registry")));
     }
@@ -233,7 +233,8 @@ fn cargo_home() -> Result<PathBuf> {
     Ok(PathBuf::from(home).join(".cargo"))
 }
 
-/// Takes DWARF out. What the kernel and the loaders read (code, maps, BTF, its line information) stays.
+/// Removes DWARF. The parts that the kernel and the loaders read (code, maps, BTF, its line information)
+/// stay.
 fn strip(linked: &[u8]) -> Result<Vec<u8>> {
     let mut elf = Builder::read(linked)?;
     let is_debug = |name: &[u8]| name.starts_with(b".debug") || name.starts_with(b".rel.debug");
@@ -250,9 +251,9 @@ fn strip(linked: &[u8]) -> Result<Vec<u8>> {
         }
     }
     if !elf.sections.iter().any(|s| s.name.as_slice() == b".BTF" && matches!(s.data, SectionData::Data(_))) {
-        bail!("the object has no .BTF section: was it linked with --btf?");
+        bail!("the object has no .BTF section: it was probably linked without --btf");
     }
-    // LLVM keeps section names in `.strtab`, the writer wants a table of their own.
+    // LLVM keeps section names in `.strtab`, but the writer needs a separate table for them.
     let names = elf.sections.add();
     names.name = b".shstrtab"[..].into();
     names.sh_type = object::elf::SHT_STRTAB;
@@ -263,18 +264,18 @@ fn strip(linked: &[u8]) -> Result<Vec<u8>> {
     Ok(stripped)
 }
 
-/// No folder of this machine may be in the object.
+/// Fails if the object contains a path of this machine.
 fn refuse_paths(object: &[u8], toolchain: &Toolchain) -> Result<()> {
     for path in [workdir::repository(), cargo_home()?, toolchain.library.clone()] {
         let needle = path.to_string_lossy().into_owned();
         if object.windows(needle.len()).any(|window| window == needle.as_bytes()) {
-            bail!("the object holds this machine's path {needle}: a --remap-path-prefix is missing");
+            bail!("the object contains this machine's path {needle}: a --remap-path-prefix is missing");
         }
     }
     Ok(())
 }
 
-/// SHA-256 over names and contents of what goes into the object, in a fixed order.
+/// Returns the SHA-256 of the names and contents of the files that go into the objects, in a fixed order.
 fn sources_digest() -> Result<String> {
     let top = workdir::repository();
     let mut files = vec!["ebpf/Cargo.toml".into(), "ebpf/abi/Cargo.toml".into()];
@@ -315,7 +316,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Writes a file whole: to a temporary beside it, then renamed.
+/// Writes a file atomically: writes a temporary file next to it and renames that.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().with_context(|| format!("{} has no folder", path.display()))?;
     std::fs::create_dir_all(folder)

@@ -20,19 +20,19 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// This machine's.
+    /// Returns this machine's kind of processor.
     ///
     /// # Errors
-    /// Nothing here is known about it.
+    /// xtask does not know this kind.
     pub fn here() -> Result<Arch> {
         match std::env::consts::ARCH {
             "x86_64" => Ok(Arch::Amd64),
             "aarch64" => Ok(Arch::Arm64),
-            other => bail!("this machine is {other}; amd64 and arm64 are what is known here"),
+            other => bail!("this machine is {other}; xtask knows amd64 and arm64 only"),
         }
     }
 
-    /// As Debian and container images name it.
+    /// Returns the name that Debian and container images use.
     pub fn name(self) -> &'static str {
         match self {
             Arch::Amd64 => "amd64",
@@ -40,7 +40,7 @@ impl Arch {
         }
     }
 
-    /// As Linux and Rust name it.
+    /// Returns the name that Linux and Rust use.
     pub fn machine(self) -> &'static str {
         match self {
             Arch::Amd64 => "x86_64",
@@ -48,7 +48,7 @@ impl Arch {
         }
     }
 
-    /// The target of static binaries.
+    /// Returns the target of static binaries.
     pub fn musl(self) -> &'static str {
         match self {
             Arch::Amd64 => "x86_64-unknown-linux-musl",
@@ -56,7 +56,7 @@ impl Arch {
         }
     }
 
-    /// The program that takes a binary's symbols away, and its Debian package.
+    /// Returns the program that removes a binary's symbols, and its Debian package.
     pub fn strip(self) -> (&'static str, &'static str) {
         match self {
             Arch::Amd64 => ("x86_64-linux-gnu-strip", "binutils"),
@@ -64,8 +64,8 @@ impl Arch {
         }
     }
 
-    /// The C compiler for [`Arch::musl`], and its Debian packages. glibc's headers do for arm64: ring
-    /// includes nothing that is not the same in both, and rustc links with its own musl.
+    /// Returns the C compiler for [`Arch::musl`], and its Debian packages. glibc's headers are sufficient for
+    /// arm64: the parts that ring includes are the same in both, and rustc links with its own musl.
     fn compiler(self) -> (&'static str, &'static str) {
         match self {
             Arch::Amd64 => ("musl-gcc", "musl-tools"),
@@ -77,7 +77,8 @@ impl Arch {
 /// Makes `cargo` build for [`Arch::musl`].
 ///
 /// # Errors
-/// The target's standard library or its C compiler is missing; the message says what brings it.
+/// The target's standard library or its C compiler is missing; the message names the command that installs
+/// it.
 pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
     let target = arch.musl();
     require_standard_library(target)?;
@@ -86,7 +87,7 @@ pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
         bail!("{compiler} is missing: apt-get install {package}");
     }
     cargo.args(["--target", target]);
-    // As cargo and the crate cc take a target's name.
+    // cargo and the crate cc expect the target's name in this form.
     cargo.env(format!("CC_{}", target.replace('-', "_")), compiler);
     if Arch::here()? != arch {
         cargo.env(format!("AR_{}", target.replace('-', "_")), format!("{}-linux-gnu-ar", arch.machine()));
@@ -109,7 +110,7 @@ fn require_standard_library(target: &str) -> Result<()> {
 /// Writes a copy of `binary` without symbols to `copy`.
 ///
 /// # Errors
-/// There is no `strip` for this processor, or it failed.
+/// The `strip` for this processor is missing or failed.
 pub fn strip(binary: &Path, copy: &Path, arch: Arch) -> Result<()> {
     let (own, package) = arch.strip();
     let native = Arch::here().is_ok_and(|here| here == arch);

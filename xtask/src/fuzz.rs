@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: throws inputs at everything that reads what comes from outside, guided by what they
-//! reach in the code (docs/fuzzing.md). The targets are `fuzz/targets`, their programs `fuzz/src/bin`.
+//! `cargo xtask fuzz`: feeds generated inputs to every parser of outside data, guided by the code that the
+//! inputs reach (docs/fuzzing.md). The targets are in `fuzz/targets`, their programs in `fuzz/src/bin`.
 //!
-//! Stable Rust builds it: LLVM's coverage instrumentation is a pass that is asked for by plain codegen
-//! options, and libFuzzer comes with the crate libfuzzer-sys (docs/decisions/0016-fuzzing.md).
+//! Stable Rust builds the programs: plain codegen options enable LLVM's pass of coverage instrumentation, and
+//! the crate libfuzzer-sys contains libFuzzer (docs/decisions/0016-fuzzing.md).
 
 use crate::progress::Step;
 use crate::setup::{self, Part};
@@ -14,27 +14,27 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Throws inputs at what reads them, and keeps every one that breaks a promise
+/// Feeds generated inputs to the parsers, and keeps every input that breaks a promise
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to try (see --list); all, one after the other, if none is named
+    /// Targets to fuzz (see --list) [default: all, one after the other]
     targets: Vec<String>,
-    /// How long each is tried
+    /// Time for each target
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// Only name the targets
+    /// Only list the targets
     #[arg(long)]
     list: bool,
-    /// Try this one input, of one target
+    /// Run a single target with this input only
     #[arg(long, value_name = "FILE", conflicts_with_all = ["list", "merge"])]
     input: Option<PathBuf>,
-    /// Try nothing: put into fuzz/corpus the fewest and smallest inputs that reach all that was ever reached
-    /// here
+    /// Fuzz nothing, but reduce fuzz/corpus to the fewest and smallest inputs that reach all code that inputs
+    /// have reached on this machine
     #[arg(long, conflicts_with = "list")]
     merge: bool,
 }
 
-/// What makes LLVM count edges and tell libFuzzer what is compared with what.
+/// The flags with which LLVM counts edges and reports compared values to libFuzzer.
 const FLAGS: &[&str] = &[
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -42,12 +42,12 @@ const FLAGS: &[&str] = &[
     "-Cllvm-args=-sanitizer-coverage-pc-table",
     "-Cllvm-args=-sanitizer-coverage-trace-compares",
 ];
-/// One input may take so many seconds.
+/// The time limit of an input, in seconds.
 const TIMEOUT: u32 = 10;
-/// The program may have so many MiB.
+/// The memory limit of the program, in MiB.
 const MEMORY: u32 = 2048;
 
-/// The command line's entry.
+/// Runs `cargo xtask fuzz`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let all = targets()?;
     if args.list {
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     if let Some(unknown) = args.targets.iter().find(|name| !all.iter().any(|(known, _)| known == *name)) {
-        bail!("there is no target {unknown}: see cargo xtask fuzz --list");
+        bail!("unknown target: {unknown}; see `cargo xtask fuzz --list`");
     }
     let chosen = all.into_iter().map(|(name, _)| name);
     let chosen: Vec<String> =
@@ -86,7 +86,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Every target, with the first line of what its program says about it.
+/// Returns every target with the first line of its program's documentation.
 fn targets() -> Result<Vec<(String, String)>> {
     let folder = workdir::repository().join("fuzz/src/bin");
     let mut all = Vec::new();
@@ -101,11 +101,11 @@ fn targets() -> Result<Vec<(String, String)>> {
     Ok(all)
 }
 
-/// Builds the programs of these targets; the folder that they are in.
+/// Builds the programs of these targets; returns their folder.
 fn build(targets: &[String]) -> Result<PathBuf> {
     setup::ensure(Part::Fuzz)?;
     let step = Step::start("build the targets, instrumented");
-    // With a target of its own the flags are not for build scripts and macros.
+    // With an explicit --target, cargo does not apply the flags to build scripts and macros.
     let host = host()?;
     let folder = workdir::target_dir().join("fuzz");
     let mut cargo = shell::cargo();
@@ -125,8 +125,8 @@ fn host() -> Result<String> {
     host.map(str::to_owned).context("rustc -vV names no host")
 }
 
-/// The inputs of a target: those that are committed, unpacked, and those that were found to reach something
-/// new here.
+/// Returns the folders with the inputs of a target: the committed inputs, unpacked, and those that reached
+/// new code on this machine.
 fn corpora(target: &str) -> Result<[PathBuf; 2]> {
     let folder = workdir::target_dir().join("fuzz");
     let [committed, grown] = ["committed", "grown"].map(|kind| folder.join(kind).join(target));
@@ -142,7 +142,7 @@ fn corpora(target: &str) -> Result<[PathBuf; 2]> {
     Ok([committed, grown])
 }
 
-/// The inputs that are committed: hundreds of small files, mostly of the same words.
+/// Returns the archive of the committed inputs: hundreds of small files, mostly of the same words.
 fn packed(target: &str) -> PathBuf {
     workdir::repository().join(format!("fuzz/corpus/{target}.tar.gz"))
 }
@@ -155,7 +155,7 @@ fn limits() -> Vec<String> {
     vec![format!("-timeout={TIMEOUT}"), format!("-rss_limit_mb={MEMORY}")]
 }
 
-/// Tries a target for a while; whether all promises were kept.
+/// Fuzzes a target for some seconds; returns true if no input broke a promise.
 fn attempt(target: &str, program: &Path, seconds: u64) -> Result<bool> {
     let step = Step::start(format!("fuzz {target}"));
     let [committed, grown] = corpora(target)?;
@@ -165,17 +165,17 @@ fn attempt(target: &str, program: &Path, seconds: u64) -> Result<bool> {
     let file = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
     let mut command = Command::new(program);
     command.args(limits()).args(["-print_final_stats=1", &format!("-max_total_time={seconds}")]);
-    // The last / makes a folder of it.
+    // With the / at its end, libFuzzer takes the prefix as a folder.
     command.arg(format!("-artifact_prefix={}/", crashes.display()));
     let dictionary = workdir::repository().join(format!("fuzz/dictionaries/{target}.dict"));
     if dictionary.exists() {
         command.arg(format!("-dict={}", dictionary.display()));
     }
-    // Found inputs go to the first folder.
+    // libFuzzer writes new inputs to the first folder.
     command.args([&grown, &committed, &crashes]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
     let status = command.status().with_context(|| format!("could not start {}", program.display()))?;
-    // An empty folder is not for git.
+    // git does not track an empty folder.
     let _ = std::fs::remove_dir(&crashes);
     let text = String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()).into_owned();
     let stat = |name: &str| {
@@ -194,11 +194,12 @@ fn attempt(target: &str, program: &Path, seconds: u64) -> Result<bool> {
     drop(step);
     let end: Vec<&str> = text.lines().rev().take(60).collect();
     end.iter().rev().for_each(|line| eprintln!("{line}"));
-    eprintln!("{target}: {outcome}; all of it is in {}", log.display());
+    eprintln!("{target}: {outcome}; the whole output is in {}", log.display());
     Ok(false)
 }
 
-/// Replaces the committed inputs by the fewest that reach as much; how often they reach it is no matter.
+/// Replaces the committed inputs by the fewest inputs that reach the same code; the number of hits does not
+/// matter.
 fn merge(target: &str, program: &Path) -> Result<()> {
     let step = Step::start(format!("merge the inputs of {target}"));
     let [committed, grown] = corpora(target)?;
@@ -213,11 +214,12 @@ fn merge(target: &str, program: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Packs a folder's files, so that the same files give the same bytes; how many files, and how large it is.
+/// Packs a folder's files so that the same files result in the same bytes; returns the number of files and
+/// the size of the archive.
 fn pack(folder: &Path, archive: &Path) -> Result<(usize, u64)> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
-    // Inputs alike stand together where they are sorted by content, and pack well.
+    // Sorted by content, similar inputs are adjacent and compress well.
     paths.sort_by_cached_key(|path| std::fs::read(path).unwrap_or_default());
     if let Some(folder) = archive.parent() {
         make(folder)?;

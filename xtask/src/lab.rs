@@ -1,5 +1,5 @@
-//! The commands of lab/: they run the agent, so cargo builds it with them first. Arguments are passed on as
-//! they are, `--help` among them: lab/ parses them, and only lab/.
+//! The commands of lab/. They run the agent, so cargo builds the agent with them first. xtask passes the
+//! arguments on unchanged, `--help` included: only lab/ parses them.
 
 use crate::shell;
 use anyhow::{Context as _, Result};
@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt as _;
 /// A command of lab/.
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Measures what beelet promises, on real pods, and compares it with the bounds
+    /// Measures on real pods the properties that beelet promises, and compares them with the bounds
     Bench(Arguments),
     /// Builds the kernel programs, loads them, attaches them to a cgroup and pins everything, for bpftool
     BuildAndLoad(Arguments),
@@ -18,7 +18,7 @@ pub(crate) enum Command {
     Conformance(Arguments),
     /// Runs three pods on a private containerd, and shows what beelet reports about them
     Demo(Arguments),
-    /// Removes the pins, the cgroup and the mount that build-and-load made
+    /// Removes the pins, the cgroup and the mount that build-and-load created
     Unload(Arguments),
     /// Runs the tests that ask the kernel inside VMs, each with another kernel
     Vm(Arguments),
@@ -44,12 +44,12 @@ pub(crate) fn run(command: &Command) -> Result<()> {
         Command::Vm(arguments) => ("vm", arguments),
     };
     let mut cargo = command_line(name);
-    // Paths in the arguments begin in the caller's folder.
+    // Relative paths in the arguments start at the caller's folder.
     cargo.args(&arguments.arguments).current_dir(std::env::current_dir()?);
     Err(cargo.exec()).context("could not start cargo")
 }
 
-/// The command line that runs a command of lab/, without its arguments.
+/// Returns the command line that runs a command of lab/, without its arguments.
 pub(crate) fn command_line(name: &str) -> std::process::Command {
     let mut cargo = shell::cargo();
     cargo.args(["run", "--package", "beelet-lab", "--bin", "lab", "--", name]);

@@ -1,9 +1,10 @@
 //! The project's own commands: `cargo xtask --help`.
 //!
-//! One file per command: arguments and the steps, in order. These commands know the repository, cargo and
-//! the machine, and no crate of the agent, so that `cargo xtask tidy` builds in seconds. Commands that run
-//! the agent (vm, bench, demo, conformance, build-and-load) are in lab/, which builds on this library;
-//! `lab.rs` is the only way to them. Nothing here is needed to build or to run beelet itself.
+//! Each command has a file with its arguments and its steps in order. These commands depend on the
+//! repository, cargo and the machine, but on no crate of the agent, so `cargo xtask tidy` builds in seconds.
+//! The commands that run the agent (vm, bench, demo, conformance, build-and-load) are in lab/, which builds
+//! on this library; `lab.rs` is the only way to them. beelet itself needs none of these commands to build or
+//! to run.
 
 pub mod build_ebpf;
 pub mod cross;

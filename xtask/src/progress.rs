@@ -1,6 +1,6 @@
-//! What is being done now, for a person who waits: a spinner with the step's name and its last line of output
-//! on a terminal, one plain line per step anywhere else. Everything goes to standard error, so that a
-//! command's standard output stays its result.
+//! The display of the current step for a user who waits: on a terminal a spinner with the step's name and its
+//! last line of output, elsewhere a plain line per step. The display writes to standard error, so a command's
+//! standard output contains its result only.
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -10,11 +10,11 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// How much of a failed step's output is shown.
+/// The number of lines of a failed step's output that the error shows.
 const SHOWN_LINES: usize = 40;
 
-/// One step that a person waits for. Finished by [`Step::done`]; dropped before that, it disappears, and the
-/// error that follows says what went wrong.
+/// A step that a user waits for. [`Step::done`] finishes it. A step that is dropped before that disappears,
+/// and the error that follows names the cause.
 pub struct Step {
     name: String,
     since: Instant,
@@ -42,14 +42,14 @@ impl Step {
         Step { name, since: Instant::now(), bar }
     }
 
-    /// Shows a detail beside the step's name; terminals only.
+    /// Shows a detail next to the step's name, on terminals only.
     pub fn detail(&self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(console::strip_ansi_codes(text).trim().to_owned());
         }
     }
 
-    /// The step is finished. `outcome` is a few words about what came out of it, or empty.
+    /// Finishes the step. `outcome` is a few words about its result, or empty.
     pub fn done(mut self, outcome: &str) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
@@ -59,8 +59,8 @@ impl Step {
         eprintln!("{mark} {}{separator}{outcome} ({:.1} s)", self.name, self.since.elapsed().as_secs_f64());
     }
 
-    /// Runs `command` as this step, its output beside the spinner, and hands back its standard output. An
-    /// error carries the command, its exit status and the end of what it printed.
+    /// Runs `command` as this step, shows its output next to the spinner, and returns its standard output. An
+    /// error contains the command, its exit status and the end of its output.
     pub fn run(&self, command: &mut Command) -> Result<String> {
         let shown = crate::shell::display(command);
         let mut child = command
@@ -88,7 +88,7 @@ impl Step {
             last.push_back(line);
         }
         for reader in readers.into_iter().flatten() {
-            let _ = reader.join(); // it ends with its pipe; what it read has arrived
+            let _ = reader.join(); // the reader ends with its pipe and has sent all its lines
         }
         let status = child.wait().with_context(|| format!("could not wait for `{shown}`"))?;
         if !status.success() {
@@ -107,7 +107,7 @@ impl Drop for Step {
     }
 }
 
-/// Sends each line of `pipe`, `\r` counting as a line's end too: that is how progress bars draw.
+/// Sends each line of `pipe`. `\r` ends a line too, because progress bars use it.
 fn read_lines(
     pipe: impl Read + Send + 'static,
     is_stdout: bool,

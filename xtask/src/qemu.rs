@@ -1,7 +1,7 @@
-//! The emulator: the machine's own if it is new enough, else one of ours beside it.
+//! The emulator: the machine's own if it is new enough, otherwise one that xtask unpacks.
 //!
-//! Ours is the one of a newer Debian release, in a folder below cargo's target folder with the libraries
-//! that it was built with, and started by that folder's own loader. Nothing is installed.
+//! The unpacked emulator comes from a newer Debian release. It lies in a folder below cargo's target folder,
+//! with the libraries that it was built with, and that folder's own loader starts it. xtask installs nothing.
 
 use crate::cross::Arch;
 use crate::rootfs::{self, Made};
@@ -11,24 +11,24 @@ use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The oldest that runs every guest. 7.2 (Debian 12) panics a guest of Linux 6.12 within its first minute
-/// (`rep stos` in update_sd_lb_stats).
+/// The oldest version that runs every guest. 7.2 (Debian 12) panics a guest of Linux 6.12 within its first
+/// minute (`rep stos` in update_sd_lb_stats).
 const OLDEST: (u32, u32) = (9, 0);
-/// Where ours comes from.
+/// The Debian release of the unpacked emulator.
 const RELEASE: &str = "trixie";
-/// Where Debian's finds firmware, from the root.
+/// The folders in which Debian's emulator finds firmware, from the root.
 const DATA: &[&str] = &["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"];
 const LIBRARIES: &[&str] = &["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
 
 /// An emulator that can be started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qemu {
-    /// None: the machine's own.
+    /// None: the program is the machine's own.
     root: Option<PathBuf>,
     program: PathBuf,
 }
 
-/// The program that is a machine.
+/// Returns the program that emulates a machine.
 fn machine(arch: Arch) -> &'static str {
     match arch {
         Arch::Amd64 => "qemu-system-x86_64",
@@ -36,7 +36,7 @@ fn machine(arch: Arch) -> &'static str {
     }
 }
 
-/// The folder of ours, and the packages in it.
+/// Returns the folder of the unpacked emulator, and its packages.
 fn source(arch: Arch) -> (&'static str, &'static str) {
     match arch {
         Arch::Amd64 => ("qemu", "qemu-system-x86"),
@@ -44,13 +44,13 @@ fn source(arch: Arch) -> (&'static str, &'static str) {
     }
 }
 
-/// The folder, below cargo's target folder, that holds emulators and machines.
+/// Returns the folder, below cargo's target folder, that holds emulators and machines.
 pub fn folder() -> PathBuf {
     workdir::target_dir().join("vm")
 }
 
 impl Qemu {
-    /// The machine's own, or ours, which is made below `work` if it isn't there.
+    /// Returns the machine's own emulator, or the unpacked one. Unpacks it below `work` if it is missing.
     pub fn ensure(work: &Path, arch: Arch) -> Result<Qemu> {
         let name = machine(arch);
         let own = setup::find(name).map(|program| Qemu { root: None, program });
@@ -74,7 +74,7 @@ impl Qemu {
         }
     }
 
-    /// What runs one program of another processor's on this machine's kernel.
+    /// Returns the emulator that runs a single program of another processor on this machine's kernel.
     pub fn user(work: &Path, arch: Arch) -> Result<Qemu> {
         let name = format!("qemu-{}", arch.machine());
         match setup::find(&name) {
@@ -99,29 +99,29 @@ impl Qemu {
         let output = output.with_context(|| format!("could not start {}", self.program.display()))?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        parse(&text).with_context(|| format!("{} says no version: {text}{said}", self.program.display()))
+        parse(&text).with_context(|| format!("{} printed no version: {text}{said}", self.program.display()))
     }
 
-    /// What starts it; a machine's arguments follow.
+    /// Returns the command that starts the emulator, without the machine's arguments.
     pub fn command(&self) -> Command {
         let Some(root) = &self.root else { return Command::new(&self.program) };
         let paths = |all: &[&str]| all.iter().map(|path| root.join(path)).collect::<Vec<_>>();
         let libraries: Vec<String> = paths(LIBRARIES).iter().map(|path| path.display().to_string()).collect();
         let mut command = Command::new(root.join("lib64/ld-linux-x86-64.so.2"));
         command.arg("--library-path").arg(libraries.join(":")).arg(&self.program);
-        // One that runs a program has no firmware, and takes -L for something else.
+        // An emulator of a single program has no firmware, and -L means something else for it.
         if self.program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system-")) {
             for data in paths(DATA) {
                 command.arg("-L").arg(data);
             }
         }
-        // Accelerators and disks are modules of its own.
+        // Accelerators and disks are separate modules.
         command.env("QEMU_MODULE_DIR", root.join("usr/lib/x86_64-linux-gnu/qemu"));
         command
     }
 }
 
-/// `QEMU emulator version 7.2.22 (Debian …)`.
+/// Parses the version in `QEMU emulator version 7.2.22 (Debian …)`.
 fn parse(text: &str) -> Option<(u32, u32)> {
     let version = text.split("version ").nth(1)?;
     let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_version_is_read_as_it_is_said() {
+    fn the_version_is_read_from_the_emulators_output() {
         let check = |text: &str, expected| assert_eq!(parse(text), expected, "{text}");
         check("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright …", Some((7, 2)));
         check("QEMU emulator version 10.0.13 (Debian 1:10.0.13+ds-0+deb13u1)", Some((10, 0)));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_is_started_by_its_own_loader_with_its_own_files() {
+    fn the_unpacked_emulator_is_started_by_its_own_loader_with_its_own_files() {
         let qemu = Qemu { root: Some("/q".into()), program: "/q/usr/bin/qemu-system-x86_64".into() };
         let command = crate::shell::display(&qemu.command());
         assert!(command.starts_with("/q/lib64/ld-linux-x86-64.so.2 --library-path /q/usr/lib"), "{command}");

@@ -1,5 +1,5 @@
-//! Folders of a Debian release with some packages, made by mmdebstrap. What takes minutes, the packages,
-//! is kept as an archive.
+//! Folders of a Debian release with some packages, made by mmdebstrap. Installing the packages takes minutes,
+//! so an archive keeps the result.
 
 use crate::{cross::Arch, progress::Step, setup, shell};
 use anyhow::{Context as _, Result, bail};
@@ -7,16 +7,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What becomes of the packages.
+/// The use that mmdebstrap makes of the packages.
 #[derive(Clone, Copy, Debug)]
 pub enum Made {
-    /// A system that could be started: they are installed.
+    /// A bootable system: mmdebstrap installs the packages.
     Installed,
-    /// Their files and no more, which works for a foreign architecture too.
+    /// The files of the packages only, which works for a foreign architecture too.
     Unpacked(Arch),
 }
 
-/// The archive `name` of what the packages make, from the cache if the same were asked for before.
+/// Returns the archive `name` of the packages, from the cache if an earlier call had the same packages.
 pub fn packages(work: &Path, name: &str, release: &str, packages: &str, made: Made) -> Result<PathBuf> {
     let tar = work.join(format!("{name}-{release}.tar"));
     let _alone = lock(&tar)?;
@@ -44,7 +44,7 @@ pub fn packages(work: &Path, name: &str, release: &str, packages: &str, made: Ma
     Ok(tar)
 }
 
-/// Waits for other runs that make what is at `path`, until the value is dropped.
+/// Locks `path` against other runs until the value is dropped; waits for a run that holds the lock.
 fn lock(path: &Path) -> Result<fs::File> {
     let file = path.with_extension("lock");
     let folder = path.parent().unwrap_or(path);
@@ -54,8 +54,8 @@ fn lock(path: &Path) -> Result<fs::File> {
     Ok(lock)
 }
 
-/// Unpacks it into `root` unless that is there: whole or not at all, whoever else does the same at this
-/// moment or was ended in the midst of it.
+/// Unpacks the archive into `root` unless `root` exists. `root` is complete or missing, even if another run
+/// does the same at this moment or was killed while it did.
 pub fn unpack_once(tar: &Path, root: &Path) -> Result<()> {
     let _alone = lock(root)?;
     if root.exists() {
@@ -66,7 +66,7 @@ pub fn unpack_once(tar: &Path, root: &Path) -> Result<()> {
     fs::rename(&part, root).with_context(|| format!("could not make {}", root.display()))
 }
 
-/// Unpacks it into `root`. What was there before goes.
+/// Unpacks the archive into `root` and removes the earlier content of `root`.
 pub fn unpack(tar: &Path, root: &Path) -> Result<()> {
     if root.exists() {
         fs::remove_dir_all(root).with_context(|| format!("could not remove {}", root.display()))?;
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_two_runs_unpack_at_once_is_whole_for_both() {
+    fn two_runs_that_unpack_at_once_both_see_a_complete_folder() {
         let dir = tempfile::tempdir().unwrap();
         let (from, tar, root) = (dir.path().join("from"), dir.path().join("a.tar"), dir.path().join("root"));
         fs::create_dir(&from).unwrap();
@@ -88,7 +88,7 @@ mod tests {
             fs::write(from.join(name.to_string()), "x").unwrap();
         }
         shell::run(Command::new("tar").arg("-C").arg(&from).arg("-cf").arg(&tar).arg(".")).unwrap();
-        // What a run left that was ended in the midst of it.
+        // The rest of a run that was killed while it unpacked.
         fs::create_dir(dir.path().join("root.part")).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -1,5 +1,5 @@
-//! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs,
-//! so nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
+//! `cargo xtask setup`: installs the programs that the other commands need, in parts. Each command runs the
+//! part that it needs, so a user rarely has to call `setup`; it changes nothing if nothing is missing.
 
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
@@ -7,30 +7,30 @@ use clap::ValueEnum;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Installs what the demo, the tests and the BPF build need. Changes nothing where nothing is missing.
+/// Installs the programs that the demo, the tests and the BPF build need. Changes nothing if none is missing.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to install for; may be given more than once [default: demo, test, ebpf]
+    /// The part to install for; may be given more than once [default: demo, test, ebpf]
     #[arg(long = "for", value_name = "PART", value_enum)]
     parts: Vec<Part>,
 }
 
-/// What a set of programs is for.
+/// The purpose of a set of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
     /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
     Demo,
-    /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
-    /// for the second BPF loader
+    /// `cargo xtask test`: the programs of the demo, bpftool, iptables, makers of file systems, libelf and
+    /// zlib for the second BPF loader
     Test,
-    /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. KUBE_APISERVER gives the API
+    /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. KUBE_APISERVER names the API
     /// server
     Cluster,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
     /// `cargo xtask fuzz`: a C++ compiler, for libFuzzer
     Fuzz,
-    /// `cargo xtask vm`: what makes machines and unpacks kernels, a static busybox
+    /// `cargo xtask vm`: programs that make machines and unpack kernels, a static busybox
     Vm,
     /// `--arch arm64` of other commands: a C compiler for it, which also links
     Arm64,
@@ -61,26 +61,26 @@ const DEMO: &[Need] = &[
 
 const TEST: &[Need] = &[
     need("bpftool", "bpftool"),
-    // The CNI plugin portmap works by it.
+    // The CNI plugin portmap uses it.
     need("iptables", "iptables"),
-    // File systems that know projects.
+    // File systems that support projects.
     need("mkfs.ext4", "e2fsprogs"),
     need("mkfs.xfs", "xfsprogs"),
     need("script", "bsdutils"),
-    // A device plugin in another language than ours.
+    // A device plugin in another language than Rust.
     need("/usr/lib/python3/dist-packages/grpc/__init__.py", "python3-grpcio"),
-    // Another reader of our pages of metrics than ourselves.
+    // An independent parser of our pages of metrics.
     need("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),
-    // An application that everybody knows. Debian's server lies in the package of its tools, without a
-    // service.
+    // A well-known application. Debian's package of its tools contains the server without a service.
     need("redis-cli", "redis-tools"),
-    // Clocks that tests step, and system calls that they stop at.
+    // Tests step clocks with faketime.
     need("faketime", "faketime"),
-    // A bus with a logind that does as it is told.
+    // Tests run a logind that they control on their own bus.
     need("dbus-daemon", "dbus-daemon"),
+    // Tests stop programs at system calls with strace.
     need("strace", "strace"),
 ];
 
@@ -89,7 +89,7 @@ const CLUSTER: &[Need] = &[need("etcd", "etcd-server")];
 const FUZZ: &[Need] = &[need("c++", "g++")];
 
 const VM: &[Need] = &[
-    // Machines, and an emulator where the distribution's is too old or there is none.
+    // mmdebstrap makes machines, and an emulator where the distribution's is too old or missing.
     need("mmdebstrap", "mmdebstrap"),
     need("zstd", "zstd"),
     need("xz", "xz-utils"),
@@ -117,7 +117,7 @@ impl Part {
     }
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
     let parts = if args.parts.is_empty() { &[Part::Demo, Part::Test, Part::Ebpf][..] } else { &args.parts };
     for part in parts {
@@ -126,13 +126,13 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that everything `part` needs is there; installs what is not.
+/// Ensures that the machine has everything that `part` needs; installs the missing programs.
 pub fn ensure(part: Part) -> Result<()> {
     ensure_packages(part)?;
     if part == Part::Ebpf { crate::setup_ebpf::run() } else { Ok(()) }
 }
 
-/// The part that the distribution's packages bring.
+/// Ensures that the machine has the programs of `part` that come from the distribution's packages.
 fn ensure_packages(part: Part) -> Result<()> {
     let name = format!(
         "setup for {}",
@@ -148,7 +148,7 @@ fn ensure_packages(part: Part) -> Result<()> {
     let still = self::missing(part);
     if !still.is_empty() {
         bail!(
-            "installed, yet still missing: {}. Look at what `apt-get install {}` prints",
+            "still missing after the installation: {}; read the output of `apt-get install {}`",
             things(&still),
             packages(&still).join(" ")
         );
@@ -157,13 +157,13 @@ fn ensure_packages(part: Part) -> Result<()> {
     Ok(())
 }
 
-/// What `part` needs and this machine lacks, as half a sentence; none if all is there.
+/// Returns the things that `part` needs and this machine lacks, as half a sentence; None if it lacks none.
 pub fn lacking(part: Part) -> Option<String> {
     let missing = missing(part);
     (!missing.is_empty()).then(|| format!("{} not installed", things(&missing)))
 }
 
-/// What `part` needs and this machine lacks.
+/// Returns the things that `part` needs and this machine lacks.
 fn missing(part: Part) -> Vec<&'static Need> {
     part.needs().into_iter().filter(|need| !is_there(need)).collect()
 }
@@ -175,13 +175,13 @@ fn is_there(need: &Need) -> bool {
     if need.thing.starts_with('/') { Path::new(need.thing).exists() } else { find(need.thing).is_some() }
 }
 
-/// Returns true if the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs
-/// in an image that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
+/// Returns true if the program at `path` needs no dynamic loader (no PT_INTERP): only a static busybox runs
+/// in an image that contains nothing else. Debian's plain `busybox` package is dynamic and has the same path.
 fn is_static(path: &Path) -> bool {
     beelet_tests_base::images::is_static(path).unwrap_or(false)
 }
 
-/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
+/// Returns a program in PATH, or in the system folders that an ordinary user's PATH lacks.
 pub fn find(program: &str) -> Option<PathBuf> {
     beelet_tests_base::requires::find_program(program)
 }
@@ -202,7 +202,7 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
     let packages = packages(needs);
     if find("apt-get").is_none() {
         bail!(
-            "{} missing, and this is no Debian-like system, so nothing was installed. Install what your distribution \
+            "{} missing, and this system has no apt-get, so setup installed nothing; install what your distribution \
              calls these Debian packages: {}",
             things(needs),
             packages.join(" ")
@@ -210,7 +210,7 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
     }
     if !rustix::process::geteuid().is_root() {
         bail!(
-            "{} missing; only root can install. As root: apt-get install {}  (or run this command as root)",
+            "{} missing, and only root can install; run as root: apt-get install {} (or run this command as root)",
             things(needs),
             packages.join(" ")
         );
@@ -221,7 +221,7 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
         update(step)?;
     }
     if let Err(error) = apt_install(step, &packages) {
-        // Old lists name package versions that the mirror no longer has.
+        // Old package lists name versions that the mirror no longer has.
         if lists_know_all && update(step).is_ok() && apt_install(step, &packages).is_ok() {
             return Ok(());
         }

@@ -1,7 +1,7 @@
-//! What building the kernel programs needs, and where it comes from: bpf-linker, made here once against the
-//! very LLVM that rustc itself uses (another LLVM could not read rustc's bitcode), and the sources of `core`,
-//! because the BPF target has no ready-made one. Both go to a cache folder of the user's own, so every clone
-//! finds them.
+//! The tools for building the kernel programs and their origin. The first is bpf-linker: setup builds it once
+//! against the LLVM that rustc itself uses, because another LLVM could not read rustc's bitcode. The second
+//! is the sources of `core`, because the BPF target has no ready-made `core`. Both go to a cache folder of
+//! the user, so every clone finds them.
 
 use crate::progress::Step;
 use crate::shell;
@@ -13,15 +13,15 @@ use std::process::Command;
 /// The linker whose output is committed.
 const BPF_LINKER_VERSION: &str = "0.13.0";
 
-/// Everything that a BPF build needs beyond cargo and rustc.
+/// The tools that a BPF build needs in addition to cargo and rustc.
 pub struct Toolchain {
     /// The folder with `bpf-linker`.
     pub linker_dir: PathBuf,
     /// The folder `library` of rustc's sources.
     pub library: PathBuf,
-    /// Whether `library` is not the sysroot's own, so that cargo has to be told.
+    /// True if `library` is outside the sysroot, so the build must pass its path to cargo.
     pub library_elsewhere: bool,
-    /// What made the object: rustc's and bpf-linker's version.
+    /// The versions of rustc and bpf-linker that make the object.
     pub versions: String,
 }
 
@@ -32,10 +32,10 @@ struct Rustc {
     llvm: String,
 }
 
-/// What this machine already has; `None` with the first thing that is missing.
+/// Returns the toolchain of this machine; None if a part of it is missing.
 ///
 /// # Errors
-/// rustc does not run, or a path is not what it should be.
+/// rustc does not run, or a path does not lead to the expected file.
 pub fn find() -> Result<Option<Toolchain>> {
     let rustc = rustc()?;
     let Some(linker_dir) = find_linker(&rustc)? else { return Ok(None) };
@@ -43,10 +43,10 @@ pub fn find() -> Result<Option<Toolchain>> {
     Ok(Some(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) }))
 }
 
-/// Makes sure that everything is there; installs what is not.
+/// Returns the toolchain; installs its missing parts.
 ///
 /// # Errors
-/// Something could not be installed: the message says what, and what to do.
+/// A part could not be installed: the message names the part and the remedy.
 pub fn ensure() -> Result<Toolchain> {
     let rustc = rustc()?;
     let linker_dir = match find_linker(&rustc)? {
@@ -60,10 +60,10 @@ pub fn ensure() -> Result<Toolchain> {
     Ok(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) })
 }
 
-/// The part of `cargo xtask setup` for BPF builds.
+/// Runs the part of `cargo xtask setup` for BPF builds.
 ///
 /// # Errors
-/// As [`ensure`].
+/// [`ensure`] fails.
 pub fn run() -> Result<()> {
     let step = Step::start("setup for ebpf");
     let toolchain = ensure()?;
@@ -76,7 +76,7 @@ fn versions(rustc: &Rustc) -> String {
 }
 
 fn rustc() -> Result<Rustc> {
-    // Asked from the repository's folder, where a rust-toolchain file would count.
+    // rustc runs in the repository's folder, where a rust-toolchain file would apply.
     let ask = |arguments: &[&str]| -> Result<String> {
         let output = Command::new("rustc")
             .args(arguments)
@@ -86,7 +86,7 @@ fn rustc() -> Result<Rustc> {
         if !output.status.success() {
             bail!("`rustc {}` ended with {}", arguments.join(" "), output.status);
         }
-        String::from_utf8(output.stdout).context("rustc printed something that is not UTF-8")
+        String::from_utf8(output.stdout).context("the output of rustc is not UTF-8")
     };
     let verbose = ask(&["--version", "--verbose"])?;
     let field = |name: &str| {
@@ -94,7 +94,7 @@ fn rustc() -> Result<Rustc> {
             .lines()
             .find_map(|line| line.strip_prefix(name))
             .map(|value| value.trim().to_owned())
-            .with_context(|| format!("`rustc --version --verbose` does not say \"{name}\""))
+            .with_context(|| format!("`rustc --version --verbose` does not print \"{name}\""))
     };
     Ok(Rustc {
         sysroot: PathBuf::from(ask(&["--print", "sysroot"])?.trim()),
@@ -103,13 +103,13 @@ fn rustc() -> Result<Rustc> {
     })
 }
 
-/// `$XDG_CACHE_HOME/beelet` or `~/.cache/beelet`.
+/// Returns `$XDG_CACHE_HOME/beelet` or `~/.cache/beelet`.
 fn cache() -> Result<PathBuf> {
     let base = match std::env::var_os("XDG_CACHE_HOME").filter(|value| !value.is_empty()) {
         Some(base) => PathBuf::from(base),
         None => {
             let home = std::env::var_os("HOME").filter(|value| !value.is_empty()).context(
-                "neither XDG_CACHE_HOME nor HOME is set: no place for the BPF tools; set one of them",
+                "no folder for the BPF tools: neither XDG_CACHE_HOME nor HOME is set; set one of them",
             )?;
             PathBuf::from(home).join(".cache")
         }
@@ -117,14 +117,15 @@ fn cache() -> Result<PathBuf> {
     Ok(base.join("beelet"))
 }
 
-/// The linker's own folder: one for each LLVM, because it links against exactly that one.
+/// Returns the linker's folder. Each LLVM has its own folder, because the linker links against exactly that
+/// LLVM.
 fn linker_root(rustc: &Rustc) -> Result<PathBuf> {
     Ok(cache()?.join("tools").join(format!("bpf-linker-{BPF_LINKER_VERSION}-rust-{}", rustc.release)))
 }
 
 fn find_linker(rustc: &Rustc) -> Result<Option<PathBuf>> {
     let dir = linker_root(rustc)?.join("bin");
-    // Run, not only looked for: a toolchain that was removed since takes its LLVM along.
+    // The linker must run, not just exist: a toolchain that was removed since also removed its LLVM.
     let works =
         Command::new(dir.join("bpf-linker")).arg("--version").output().is_ok_and(|o| o.status.success());
     Ok(works.then_some(dir))
@@ -133,7 +134,8 @@ fn find_linker(rustc: &Rustc) -> Result<Option<PathBuf>> {
 fn install_linker(rustc: &Rustc) -> Result<PathBuf> {
     let step = Step::start(format!("bpf-linker {BPF_LINKER_VERSION}, once for rustc {}", rustc.release));
     let root = linker_root(rustc)?;
-    // The linker's build looks for `libLLVM.so` in LLVM_PREFIX/lib and remembers that folder: it has to stay.
+    // The linker's build finds `libLLVM.so` in LLVM_PREFIX/lib and records that folder, so the folder has to
+    // stay.
     let prefix = root.join("llvm");
     let library = rustc_llvm(rustc)?;
     let lib = prefix.join("lib");
@@ -159,7 +161,7 @@ fn install_linker(rustc: &Rustc) -> Result<PathBuf> {
         .env("LLVM_PREFIX", &prefix)
         .env_remove("RUSTFLAGS");
     step.run(&mut install).with_context(|| {
-        "bpf-linker could not be built. It needs a C compiler, access to crates.io, and a rustc that brings its own \
+        "bpf-linker could not be built; its build needs a C compiler, access to crates.io, and a rustc that brings its own \
          LLVM as a shared library, as the toolchains of rustup do"
     })?;
     step.done("");
@@ -167,7 +169,7 @@ fn install_linker(rustc: &Rustc) -> Result<PathBuf> {
         .context("bpf-linker was built, but does not run: see `bpf-linker --version` in the cache folder")
 }
 
-/// The shared LLVM that rustc itself runs on.
+/// Returns the shared LLVM that rustc itself runs on.
 fn rustc_llvm(rustc: &Rustc) -> Result<PathBuf> {
     let lib = rustc.sysroot.join("lib");
     let entries =
@@ -176,7 +178,7 @@ fn rustc_llvm(rustc: &Rustc) -> Result<PathBuf> {
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
         .filter(|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            // The small `libLLVM-22-….so` is a linker script that names the real one.
+            // The small `libLLVM-22-….so` is a linker script that names the real library.
             name.starts_with("libLLVM.so.")
         })
         .collect();
@@ -190,7 +192,7 @@ fn rustc_llvm(rustc: &Rustc) -> Result<PathBuf> {
     })
 }
 
-/// The folder `library`, and whether cargo has to be told of it.
+/// Returns the folder `library`, and true if the build must pass its path to cargo.
 fn find_library(rustc: &Rustc) -> Result<Option<(PathBuf, bool)>> {
     let own = rustc.sysroot.join("lib/rustlib/src/rust/library");
     if is_library(&own) {
@@ -219,7 +221,7 @@ fn is_library(path: &Path) -> bool {
     path.join("core/src/lib.rs").exists() && path.join("Cargo.lock").exists()
 }
 
-/// Where an archive named by BEELET_RUST_SRC is unpacked to.
+/// Returns the folder into which the archive named by BEELET_RUST_SRC is unpacked.
 fn unpacked(rustc: &Rustc) -> Result<PathBuf> {
     Ok(cache()?.join("tools").join(format!("rust-src-{}", rustc.release)))
 }
@@ -230,7 +232,7 @@ fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
         Command::new("rustup")
             .args(["component", "add", "rust-src"])
             .current_dir(workdir::repository())
-            // The toolchain in use, even where another is the default.
+            // rustup installs into the toolchain in use, even if another one is the default.
             .env("RUSTUP_TOOLCHAIN", rustc.sysroot.file_name().unwrap_or_default()),
     );
     if rustup.is_ok()
@@ -247,7 +249,8 @@ fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
             rustc.release
         );
     };
-    // Unpacked beside its place and moved there: a half-unpacked folder is never taken for a whole one.
+    // The archive is unpacked next to its final place and then moved, so the place never has a half-unpacked
+    // folder.
     let target = unpacked(rustc)?;
     let parent = target.parent().context("the cache folder has no parent")?;
     std::fs::create_dir_all(parent)

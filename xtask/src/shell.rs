@@ -1,14 +1,15 @@
-//! Small things every command needs: cargo, a command shown as a person would type it, the exit code.
+//! Small helpers for all commands: cargo, the text of a command as a user would type it, the exit code.
 
 use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::workdir;
 use std::process::{Command, ExitCode};
 
-/// Cargo, started at the repository's top: the one that runs us, so the toolchain is the same.
+/// Returns cargo, started at the repository's top: the cargo that runs xtask, so the toolchain is the same.
 pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(workdir::repository());
-    // Set by the cargo that runs us for xtask alone; in a child they would make cargo rebuild things.
+    // The cargo that runs xtask sets these variables for xtask; in a child they would make cargo rebuild
+    // crates.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
@@ -18,7 +19,7 @@ pub fn cargo() -> Command {
     cargo
 }
 
-/// Runs `command` with our own standard streams; an error names it and its exit status.
+/// Runs `command` with the standard streams of xtask; an error names the command and its exit status.
 pub fn run(command: &mut Command) -> Result<()> {
     let shown = display(command);
     let status = command.status().with_context(|| format!("could not start `{shown}`"))?;
@@ -28,7 +29,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Prints a command's error, and gives its exit code.
+/// Prints a command's error and returns its exit code.
 pub fn finish(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -39,7 +40,7 @@ pub fn finish(result: Result<()>) -> ExitCode {
     }
 }
 
-/// The command as one would type it.
+/// Returns the command as a user would type it.
 pub fn display(command: &Command) -> String {
     let mut text = command.get_program().to_string_lossy().into_owned();
     for argument in command.get_args() {

@@ -1,8 +1,8 @@
-//! Which tests `cargo xtask test --strict` lets a machine leave out. A test that is left out passes for the
-//! runner, so a CI that has nothing would be green: whatever is left out for another reason than these is a
-//! failure there.
+//! The reasons for which `cargo xtask test --strict` lets a machine skip a test. The runner counts a skipped
+//! test as passed, so a CI without any tools would be green. In a strict run, a test that is skipped for
+//! another reason is a failure.
 
-/// A reason that counts, by a part of its text, and why a CI can't be expected to have what is missing.
+/// An accepted reason, as a part of its text, with the cause why a CI can't have the missing thing.
 struct Allowed {
     reason: &'static str,
     why: &'static str,
@@ -64,11 +64,11 @@ const ALLOWED: &[Allowed] = &[
     ),
     allowed(
         "the object that logs is not built",
-        "it is a tool for people who look for a fault in the programs",
+        "only people who search for a fault in the programs need that object",
     ),
 ];
 
-/// Why a test may be left out for this reason; none if it may not.
+/// Returns the cause why a test may be skipped for this reason; None if it may not.
 pub(crate) fn why(reason: &str) -> Option<&'static str> {
     ALLOWED.iter().find(|allowed| reason.contains(allowed.reason)).map(|allowed| allowed.why)
 }
@@ -79,7 +79,7 @@ mod tests {
     use beelet_tests_base::requires::missing;
 
     #[test]
-    fn what_a_package_or_root_would_mend_is_not_let_pass() {
+    fn a_reason_that_a_package_or_root_would_remove_is_not_accepted() {
         let check = |what: &str, remedy: &str, expected: bool| {
             let reason = missing(what, remedy).to_string();
             assert_eq!(why(&reason).is_some(), expected, "{reason}");

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test that this machine can run, and a list of those that it can't.
+//! `cargo xtask test`: runs all tests that this machine can run, and lists the others.
 
 use crate::setup::{self, Part};
 use crate::{lab, progress::Step, shell, skips};
@@ -9,10 +9,10 @@ use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
 
-/// Runs the tests of every tier that this machine allows, and lists what was left out and why.
+/// Runs the tests of every tier that this machine allows, and lists the skipped tests with the reasons.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The tests that take minutes too
+    /// Run also the tests that take minutes
     #[arg(long)]
     long: bool,
 
@@ -20,19 +20,19 @@ pub struct Args {
     #[arg(long)]
     no_setup: bool,
 
-    /// Fail if anything was left out that this machine could have had: what `xtask/src/skips.rs` doesn't list
+    /// Fail if a test was skipped for a reason that `xtask/src/skips.rs` doesn't list
     #[arg(long)]
     strict: bool,
 
-    /// Leave out the kernel's tests on other kernels, in VMs
+    /// Skip the kernel's tests on other kernels, in VMs
     #[arg(long)]
     no_vm: bool,
 
-    /// The examples in the documentation too, though a filter is given; without one they are always run
+    /// Run the examples in the documentation even with a filter; without a filter they always run
     #[arg(long)]
     doc: bool,
 
-    /// For the test runner: a filter, `-p PACKAGE`, …
+    /// Arguments for the test runner: a filter, `-p PACKAGE`, …
     #[arg(last = true)]
     runner: Vec<String>,
 }
@@ -43,26 +43,27 @@ impl Args {
         self.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package"))
     }
 
-    /// Returns true if arguments of the runner say how many tests run at a time.
+    /// Returns true if arguments of the runner set the number of tests that run at a time.
     fn chooses_threads(&self) -> bool {
         let says = |argument: &String| argument.starts_with("-j") || argument.starts_with("--test-threads");
         self.runner.iter().any(says)
     }
 }
 
-/// Number of tests that run at a time. Most of them wait, for an agent or a runtime, more than they compute.
+/// Returns the number of tests that run at a time. Most tests wait for an agent or a runtime more than they
+/// compute.
 fn at_a_time() -> usize {
     2 * std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in
-/// their own way.
+/// The packages that are built and tested if the arguments choose none. The kernel programs and the fuzz
+/// programs are excluded because each has its own way to link.
 const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"];
-/// The second loader of kernel programs, where it can be built.
+/// The feature of the second loader of kernel programs, for machines that can build it.
 const LIBBPF: &str = "beelet-libbpf/libbpf";
 
-/// The packages and features of a whole test run, as cargo takes them: with others, all that they share would
-/// be built a second time.
+/// Returns the packages and features of a whole test run as arguments of cargo. With other packages or
+/// features, cargo would build the shared libraries a second time.
 pub fn selection() -> Vec<&'static str> {
     let mut selection = EVERYTHING.to_vec();
     if libbpf_headers() {
@@ -71,15 +72,15 @@ pub fn selection() -> Vec<&'static str> {
     selection
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask test`.
 pub fn run(args: &Args) -> Result<()> {
     let mut left_out = Vec::new();
-    // Without an API server, etcd serves nobody.
+    // Without an API server, etcd has no client.
     let parts =
         if requires::kube_apiserver().is_ok() { &[Part::Test, Part::Cluster][..] } else { &[Part::Test] };
     for part in parts.iter().filter(|_| !args.no_setup) {
         if let Err(error) = setup::ensure(*part) {
-            // What is missing costs the tests that need it, not the others.
+            // A missing program affects only the tests that need it.
             eprintln!("{} {error:#}", console::style("warning:").yellow().for_stderr());
             left_out.push(format!("setup: {error:#}"));
         }
@@ -94,8 +95,8 @@ pub fn run(args: &Args) -> Result<()> {
     if args.chooses_packages() {
         build.args(["build", "--package", "beelet", "--package", "beelet-lab"]);
     } else {
-        // With the tests: alone, the agent has other features, and all that it shares with them would be
-        // built twice.
+        // Built alone, the agent has other features, so cargo would build the libraries that it shares with
+        // the tests twice.
         build.args(["build", "--bins", "--tests"]).args(selection());
     }
     step.run(&mut build)?;
@@ -113,7 +114,7 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let passed = run_tests(args, environment);
     let documented = run_examples(args);
-    // Arguments for the runner choose tests, and the VMs know nothing of them.
+    // Arguments for the runner choose tests, but the VMs do not know these arguments.
     let passed_in_vms = if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&skipped) };
     let skipped = workdir::read(&skipped)?;
     let reasons = reasons(&skipped)?;
@@ -122,7 +123,7 @@ pub fn run(args: &Args) -> Result<()> {
     passed.and(documented).and(passed_in_vms).and(complete)
 }
 
-/// An error if something was left out that must not be.
+/// Checks that no test was skipped for an unaccepted reason.
 fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<()> {
     let all = reasons.keys().copied().chain(left_out.iter().map(String::as_str));
     let unexpected: Vec<&str> = all.filter(|reason| skips::why(reason).is_none()).collect();
@@ -130,19 +131,19 @@ fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<
         return Ok(());
     }
     bail!(
-        "tests were left out that must not be (what may is in xtask/src/skips.rs):\n  {}",
+        "tests were skipped for reasons that xtask/src/skips.rs does not accept:\n  {}",
         unexpected.join("\n  ")
     )
 }
 
-/// Everything through nextest where it is installed, else through cargo.
+/// Runs all tests with nextest where it is installed, otherwise with cargo.
 fn run_tests(args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     let nextest = requires::find_program("cargo-nextest").is_some();
     let mut command = shell::cargo();
     if nextest {
         command.args(["nextest", "run", "--profile", if args.long { "long" } else { "default" }]);
     } else {
-        eprintln!("cargo-nextest is not installed: `cargo test` runs the tests");
+        eprintln!("cargo-nextest is not installed, so `cargo test` runs the tests");
         command.args(["test", "--no-fail-fast"]);
     }
     if !args.chooses_packages() {
@@ -154,10 +155,10 @@ fn run_tests(args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     command.args(&args.runner);
     environment(&mut command);
     workdir::outlive_interrupts()?;
-    shell::run(&mut command).context("there are tests that failed")
+    shell::run(&mut command).context("some tests failed")
 }
 
-/// The examples in the documentation, which nextest doesn't know.
+/// Runs the examples in the documentation, which nextest doesn't run.
 fn run_examples(args: &Args) -> Result<()> {
     let wanted = args.doc || args.runner.is_empty();
     if !wanted || requires::find_program("cargo-nextest").is_none() {
@@ -165,10 +166,10 @@ fn run_examples(args: &Args) -> Result<()> {
     }
     let mut command = shell::cargo();
     command.args(["test", "--doc", "--quiet"]).args(selection());
-    shell::run(&mut command).context("there are examples in the documentation that failed")
+    shell::run(&mut command).context("some examples in the documentation failed")
 }
 
-/// The tests that ask the kernel, on other kernels, where the machine can.
+/// Runs the tests that ask the kernel on other kernels, if the machine can.
 fn run_in_vms(skipped: &Path) -> Result<()> {
     let mut command = lab::command_line("vm");
     command.args(["--or-skip", "--no-setup"]);
@@ -181,26 +182,26 @@ fn libbpf_headers() -> bool {
         && requires::find_program("pkg-config").is_some()
 }
 
-/// The tests that were left out, by their reason.
+/// Returns the skipped tests by their reason.
 fn reasons(skipped: &str) -> Result<BTreeMap<&str, Vec<&str>>> {
     let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for line in skipped.lines() {
         let Some((test, reason)) = line.strip_prefix("SKIPPED ").and_then(|line| line.split_once(": "))
         else {
-            bail!("the list of tests that were left out has a line that no test wrote: {line}");
+            bail!("the list of skipped tests contains an unknown line: {line}");
         };
         reasons.entry(reason).or_default().push(test);
     }
     Ok(reasons)
 }
 
-/// What was left out, each reason once with its tests.
+/// Prints each reason for skipped tests once, with the tests.
 fn report(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) {
     if reasons.is_empty() && left_out.is_empty() {
-        eprintln!("\nNothing was left out.");
+        eprintln!("\nno test was skipped");
         return;
     }
-    eprintln!("\n{}", console::style("LEFT OUT on this machine:").yellow().bold().for_stderr());
+    eprintln!("\n{}", console::style("SKIPPED on this machine:").yellow().bold().for_stderr());
     for (reason, tests) in reasons {
         let why = skips::why(reason).map(|why| format!(" [{why}]")).unwrap_or_default();
         eprintln!("  {} test(s): {reason}{why}", tests.len());
@@ -218,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_strict_run_fails_for_what_could_have_been_had() {
+    fn a_strict_run_fails_for_an_unaccepted_reason() {
         let check = |skipped: &str, left_out: &[&str], expected: Option<&str>| {
             let left_out: Vec<String> = left_out.iter().map(|what| (*what).to_owned()).collect();
             let result = complete(&reasons(skipped).unwrap(), &left_out);

@@ -116,7 +116,7 @@ fn conffiles() -> String {
     layout::CONFIGURATION.iter().map(|path| format!("/{path}\n")).collect()
 }
 
-/// The package's name, relations and description (deb-control(5)).
+/// Returns the package's name, relations and description (deb-control(5)).
 fn control(name: &str, arch: Arch, binary: &Path, files: &[(String, Entry)]) -> Result<String> {
     let bytes: usize = files
         .iter()
@@ -138,13 +138,13 @@ fn control(name: &str, arch: Arch, binary: &Path, files: &[(String, Entry)]) -> 
     Ok(text)
 }
 
-/// The version of glibc that the binary's symbols ask for; None if it is static.
+/// Returns the version of glibc that the binary's symbols ask for; None if it is static.
 fn needed_libc(binary: &Path) -> Result<Option<String>> {
     let output = Command::new("objdump").arg("-T").arg(binary).output().context("could not start objdump")?;
     Ok(newest_glibc(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// The newest in lines such as `… (GLIBC_2.34) pthread_create`.
+/// Returns the newest in lines such as `… (GLIBC_2.34) pthread_create`.
 fn newest_glibc(symbols: &str) -> Option<String> {
     let versions = symbols.split("GLIBC_").skip(1).filter_map(|rest| {
         let word: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();

@@ -27,8 +27,8 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
 ];
 
-/// All files by their paths from the root, sorted. `start` is what starts `binary` on this machine, before
-/// its arguments.
+/// Returns all files by their paths from the root, sorted. `start` is what starts `binary` on this machine,
+/// before its arguments.
 pub fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
@@ -61,7 +61,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("could not read {}", path.display()))
 }
 
-/// The folder's own files with this end, by name.
+/// Returns the folder's own files with this end, by name.
 fn in_folder(folder: &Path, end: &str) -> Result<Vec<(String, Vec<u8>)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("could not list {}", folder.display()))? {

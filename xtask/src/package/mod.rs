@@ -61,7 +61,7 @@ enum Product {
     Sbom,
 }
 
-/// The command line's entry.
+/// Returns the command line's entry.
 pub fn run(args: &Args) -> Result<()> {
     let wants = |product| args.only.is_empty() || args.only.contains(&product);
     let out = workdir::target_dir().join("package");
@@ -152,7 +152,7 @@ fn runnable(program: &Path, arch: Arch) -> Result<Command> {
     Ok(command)
 }
 
-/// The agent, or the one that was given.
+/// Returns the agent, or the one that was given.
 fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -> Result<PathBuf> {
     if let Some(given) = given {
         return Ok(given.clone());
@@ -177,7 +177,7 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
     Ok(dir.join(PROFILE).join("beelet"))
 }
 
-/// A copy without symbols. The original keeps them, for whoever looks at a core dump.
+/// Returns a copy without symbols. The original keeps them, for whoever looks at a core dump.
 fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let kind = if images::is_static(binary)? { "static" } else { "dynamic" };
     let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));
@@ -187,7 +187,7 @@ fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     Ok(copy)
 }
 
-/// The image of the DaemonSet in packaging/kubernetes: the binary and nothing else.
+/// Returns the image of the DaemonSet in packaging/kubernetes: the binary and nothing else.
 fn image(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let program = std::fs::read(binary).with_context(|| format!("could not read {}", binary.display()))?;
     let folder = |path: &str| (path.to_owned(), images::Entry::Folder(0o755));

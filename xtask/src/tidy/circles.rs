@@ -45,7 +45,7 @@ impl Crate {
         self.modules.insert(path, module);
     }
 
-    /// The files of each circle.
+    /// Returns the files of each circle.
     pub(super) fn circles(&self) -> Vec<Vec<&str>> {
         let arrows: BTreeMap<&Path, BTreeSet<&Path>> =
             self.modules.iter().map(|(path, module)| (path, self.arrows(path, module))).collect();
@@ -63,13 +63,13 @@ impl Crate {
         found.into_iter().collect()
     }
 
-    /// The modules that a module needs. One above or below it is no other: they are one subject.
+    /// Returns the modules that a module needs. One above or below it is no other: they are one subject.
     fn arrows(&self, path: &Path, module: &Module) -> BTreeSet<&Path> {
         let targets = module.named.iter().filter_map(|named| self.resolve(named, 0));
         targets.filter(|target| !path.starts_with(target) && !target.starts_with(path)).collect()
     }
 
-    /// The module that defines what a path names: through `pub use` to the end.
+    /// Returns the module that defines what a path names: through `pub use` to the end.
     fn resolve(&self, named: &Path, depth: usize) -> Option<&Path> {
         let length = (0..=named.len()).rev().find(|length| self.modules.contains_key(&named[..*length]))?;
         let (path, module) = self.modules.get_key_value(&named[..length])?;
@@ -119,7 +119,7 @@ fn is_use(before: &str) -> bool {
     last.is_empty() || last.starts_with("pub")
 }
 
-/// The path from the crate's root; none for one of another crate.
+/// Returns the path from the crate's root; none for one of another crate.
 fn absolute(path: &str, own: &Path) -> Option<Path> {
     let parts: Vec<&str> = path.split("::").filter(|part| !part.is_empty()).collect();
     let ups = parts.iter().take_while(|part| **part == "super").count();
@@ -134,7 +134,7 @@ fn absolute(path: &str, own: &Path) -> Option<Path> {
     Some(from)
 }
 
-/// The paths of a `use` tree, with the names that they have here: `a::{b, c as d}` is `a::b` and `a::c`.
+/// Returns the paths of a `use` tree, with the names that they have here: `a::{b, c as d}` is `a::b` and `a::c`.
 fn leaves(tree: &str) -> Vec<(String, String)> {
     let tree = tree.trim();
     let Some((prefix, inner)) = tree.split_once('{') else {
@@ -165,7 +165,7 @@ fn leaves(tree: &str) -> Vec<(String, String)> {
     within.collect()
 }
 
-/// The code up to the tests' module.
+/// Returns the code up to the tests' module.
 pub(super) fn without_tests(code: &str) -> String {
     let mut kept = String::new();
     let mut lines = code.lines();
@@ -183,7 +183,7 @@ pub(super) fn without_tests(code: &str) -> String {
     kept
 }
 
-/// All that can be reached from a module.
+/// Returns all that can be reached from a module.
 fn reach<'a>(from: &'a Path, arrows: &BTreeMap<&'a Path, BTreeSet<&'a Path>>) -> BTreeSet<&'a Path> {
     let mut found = BTreeSet::new();
     let mut open = vec![from];

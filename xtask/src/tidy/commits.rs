@@ -54,7 +54,7 @@ pub(super) fn check(repository: &Path, since: Option<&str>, files: &[String]) ->
     Ok(broken.collect())
 }
 
-/// The areas that a subject may begin with: folders at the top, crates, and the first folders of their sources.
+/// Returns the areas that a subject may begin with: folders at the top, crates, and the first folders of their sources.
 fn areas(files: &[String]) -> BTreeSet<&str> {
     let folders = files.iter().filter_map(|file| Some(file.rsplit_once('/')?.0)).flat_map(|folder| {
         let top = folder.split('/').next();
@@ -89,7 +89,7 @@ fn wrong(subject: &str, areas: &BTreeSet<&str>) -> Option<String> {
         .then(|| format!("`{first}` is no imperative: say what the change does to the code"))
 }
 
-/// A guess by the word's form.
+/// Returns a guess by the word's form.
 fn is_imperative(word: &str) -> bool {
     let has_form = |end: &str| word.ends_with(end);
     let is_third_person = has_form("s") && !has_form("ss") && !has_form("us");

@@ -51,7 +51,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("agent/images/src/credentials.rs", "std::fs::File::open(path)"),
 ];
 
-/// The violations of a file of the agent.
+/// Returns the violations of a file of the agent.
 pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
     let is_agent = file.starts_with("agent/") && !NOT_THE_AGENT.iter().any(|place| file.starts_with(place));
     let is_of_tests = file.contains("/tests/") || file.ends_with("tests.rs");

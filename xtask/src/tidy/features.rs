@@ -35,7 +35,7 @@ fn tree(repository: &Path, selection: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The features of each library with its version: those of all lines together, for cargo shows one that is for
+/// Returns the features of each library with its version: those of all lines together, for cargo shows one that is for
 /// build scripts apart.
 fn features(tree: &str) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();

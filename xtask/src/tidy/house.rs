@@ -71,7 +71,7 @@ pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// The crates of the drawing with their floors and lines: ` api/ what it is for floor 5`. The daemon's own
+/// Returns the crates of the drawing with their floors and lines: ` api/ what it is for floor 5`. The daemon's own
 /// folder is `src`.
 fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     let mut all = BTreeMap::new();
@@ -94,7 +94,7 @@ fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     all
 }
 
-/// Every rule about one crate's dependencies.
+/// Returns every rule about one crate's dependencies.
 fn check_dependencies(
     file: &str,
     name: &str,
@@ -125,7 +125,7 @@ fn check_dependencies(
     found
 }
 
-/// The names in `[dependencies]`, with their lines.
+/// Returns the names in `[dependencies]`, with their lines.
 fn dependencies(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut section = "";
     text.lines().enumerate().filter_map(move |(index, line)| {

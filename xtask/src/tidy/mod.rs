@@ -87,7 +87,7 @@ struct Violation {
     message: String,
 }
 
-/// The command line's entry.
+/// Returns the command line's entry.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let repository = workdir::repository();
     let mut violations = Vec::new();
@@ -190,7 +190,7 @@ impl Counts {
         self.counted.entry((name.to_owned(), pattern)).or_default().push(place);
     }
 
-    /// All counts, with the circles and the large types, which are known only once all files are.
+    /// Returns all counts, with the circles and large types, which are complete only after the last file.
     fn finish(mut self) -> ratchet::Counted {
         for (name, types) in std::mem::take(&mut self.types) {
             for (file, size) in types.large() {
@@ -210,7 +210,7 @@ impl Counts {
     }
 }
 
-/// The files that git tracks or would add.
+/// Returns the files that git tracks or would add.
 fn tracked(repository: &Path) -> Result<Vec<String>> {
     let mut git = Command::new("git");
     git.args(["ls-files", "--cached", "--others", "--exclude-standard"]).current_dir(repository);
@@ -221,7 +221,7 @@ fn tracked(repository: &Path) -> Result<Vec<String>> {
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(ToOwned::to_owned).collect())
 }
 
-/// Every rule that needs only a file's name and text.
+/// Returns every rule that needs only a file's name and text.
 fn check(file: &str, text: &str) -> Vec<Violation> {
     let mut found = Vec::new();
     if !file.ends_with(".rs") {
@@ -293,7 +293,7 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
     found
 }
 
-/// The line without its comment. A `//` inside a string cuts too much, never too little of what the rules
+/// Returns the line without its comment. A `//` inside a string cuts too much, never too little of what the rules
 /// look for in practice.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()

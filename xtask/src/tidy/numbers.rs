@@ -41,7 +41,7 @@ impl Numbers {
         })
     }
 
-    /// The sums of a file that can overflow.
+    /// Returns the sums of a file that can overflow.
     pub(super) fn check(&self, file: &str, text: &str) -> Vec<Violation> {
         let is_ours = file.starts_with("agent/") && file.ends_with(".rs");
         if !is_ours

@@ -34,7 +34,7 @@ pub(super) type Counted = BTreeMap<(String, &'static str), Vec<Place>>;
 /// The file's counts.
 type Allowed = BTreeMap<(String, String), usize>;
 
-/// The crate that a file belongs to, by the folders that have a Cargo.toml: `pods`, `tests-base`, `docs`.
+/// Returns the crate that a file belongs to, by the folders that have a Cargo.toml: `pods`, `tests-base`, `docs`.
 pub(super) fn crate_of(file: &str, crates: &BTreeSet<String>) -> Option<String> {
     if file.ends_with(".md") {
         return Some(PAGES.to_owned());
@@ -44,7 +44,7 @@ pub(super) fn crate_of(file: &str, crates: &BTreeSet<String>) -> Option<String> 
     Some(found.strip_prefix("agent/").unwrap_or(found).replace('/', "-"))
 }
 
-/// The folders with a Cargo.toml.
+/// Returns the folders with a Cargo.toml.
 pub(super) fn crates(files: &[String]) -> BTreeSet<String> {
     files.iter().filter_map(|file| file.strip_suffix("/Cargo.toml")).map(ToOwned::to_owned).collect()
 }
@@ -84,7 +84,7 @@ fn format(allowed: &Allowed) -> String {
     HEAD.to_owned() + &allowed.iter().map(line).collect::<String>()
 }
 
-/// The lower one of both counts; those of today where there was no file yet.
+/// Returns the lower one of both counts; those of today where there was no file yet.
 fn lowered(counted: &Counted, allowed: Option<&Allowed>) -> Allowed {
     let of = |((name, pattern), places): (&(String, &'static str), &Vec<Place>)| {
         let key = (name.clone(), (*pattern).to_owned());
@@ -97,7 +97,7 @@ fn lowered(counted: &Counted, allowed: Option<&Allowed>) -> Allowed {
     counted.iter().filter_map(of).collect()
 }
 
-/// A violation per count that is not the file's.
+/// Returns a violation per count that is not the file's.
 fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Violation> {
     let mut found = Vec::new();
     for ((name, pattern), places) in counted {
@@ -121,7 +121,7 @@ fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Viola
     found
 }
 
-/// The places of the files that were changed last come first: there the new ones are.
+/// Returns the places of the files that were changed last come first: there the new ones are.
 fn too_many(name: &str, pattern: &str, places: &[Place], limit: usize, repository: &Path) -> Violation {
     let changed = |file: &str| {
         let modified = std::fs::metadata(repository.join(file)).and_then(|found| found.modified());

@@ -28,7 +28,7 @@ pub(super) struct Hit {
     pub(super) words: String,
 }
 
-/// The patterns in one file.
+/// Returns the patterns in one file.
 pub(super) fn hits(file: &str, text: &str) -> Vec<Hit> {
     let mut found = Vec::new();
     if file.ends_with(".rs") {
@@ -41,7 +41,7 @@ pub(super) fn hits(file: &str, text: &str) -> Vec<Hit> {
     found
 }
 
-/// The names of functions that begin with an empty verb.
+/// Returns the names of functions that begin with an empty verb.
 fn of_functions(code: &str) -> Vec<Hit> {
     let mut found = Vec::new();
     for (index, line) in code.lines().enumerate() {
@@ -110,7 +110,7 @@ fn of_block(block: &Block) -> Vec<Hit> {
     found
 }
 
-/// The pattern that a word with its successor is.
+/// Returns the pattern that a word with its successor is.
 fn of_words(word: &str, next: &str) -> Option<&'static str> {
     match (word, next) {
         (word, _) if PEOPLE.contains(&word) => Some("person"),
@@ -123,7 +123,7 @@ fn of_words(word: &str, next: &str) -> Option<&'static str> {
     }
 }
 
-/// The line with the same length, in which what stands between backticks is one word without a meaning.
+/// Returns the line with the same length, in which what stands between backticks is one word without a meaning.
 fn without_code(line: &str) -> String {
     let mut inside = false;
     let blank = |c: char| {
@@ -133,7 +133,7 @@ fn without_code(line: &str) -> String {
     line.chars().map(blank).collect()
 }
 
-/// The words of a line. `begins`: the first one begins a sentence.
+/// Returns the words of a line. `begins`: the first one begins a sentence.
 fn words(line: &str, begins: bool, kind: Kind) -> Vec<Word<'_>> {
     let is_part = |c: char| c.is_alphanumeric() || matches!(c, '\'' | '-' | '_' | '’');
     let mut found: Vec<Word<'_>> = Vec::new();

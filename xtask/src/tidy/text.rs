@@ -65,7 +65,7 @@ impl Source {
         length
     }
 
-    /// A line comment. A comment that follows one of its kind on the line before belongs to the same block.
+    /// Returns a line comment. A comment that follows one of its kind on the line before belongs to the same block.
     fn comment(&mut self, rest: &str) -> usize {
         let length = rest.find('\n').unwrap_or(rest.len());
         let text = &rest[..length];
@@ -97,7 +97,7 @@ impl Source {
         self.code.extend(std::iter::repeat_n('\n', breaks));
     }
 
-    /// The lengths of a string literal's opening and of the whole literal, if `rest` begins with one.
+    /// Returns the lengths of a string literal's opening and of the whole literal, if `rest` begins with one.
     fn literal(&self, rest: &str) -> Option<(usize, usize)> {
         if rest.starts_with('"') {
             return Some((1, quoted(rest)));
@@ -113,7 +113,7 @@ impl Source {
     }
 }
 
-/// The length of a quoted string.
+/// Returns the length of a quoted string.
 fn quoted(rest: &str) -> usize {
     let mut escaped = false;
     for (at, c) in rest.char_indices().skip(1) {
@@ -125,7 +125,7 @@ fn quoted(rest: &str) -> usize {
     rest.len()
 }
 
-/// The length of a character literal, or 1 for the mark of a lifetime.
+/// Returns the length of a character literal, or 1 for the mark of a lifetime.
 fn character(rest: &str) -> usize {
     let mut inner = rest.char_indices().skip(1);
     let Some((_, first)) = inner.next() else { return 1 };
@@ -136,7 +136,7 @@ fn character(rest: &str) -> usize {
     inner.next().filter(|(_, c)| *c == '\'').map_or(1, |(at, _)| at + 1)
 }
 
-/// The length of a block comment with those inside it.
+/// Returns the length of a block comment with those inside it.
 fn block_comment(rest: &str) -> usize {
     let (mut depth, mut at) = (0_usize, 0);
     while let Some(c) = rest[at..].chars().next() {
@@ -156,7 +156,7 @@ fn block_comment(rest: &str) -> usize {
     rest.len()
 }
 
-/// The paragraphs of a page, without code blocks. A list item, a heading and a table row are paragraphs too.
+/// Returns the paragraphs of a page, without code blocks. A list item, a heading and a table row are paragraphs too.
 pub(super) fn page(text: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     let (mut fenced, mut indented, mut open) = (false, false, false);

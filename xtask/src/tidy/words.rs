@@ -56,7 +56,7 @@ impl Words {
         })
     }
 
-    /// The violations of one file.
+    /// Returns the violations of one file.
     pub(super) fn check(&self, file: &str, text: &str) -> Vec<Violation> {
         let is_source = file.ends_with(".rs");
         if !is_source && !file.ends_with(".md") || [STYLE, MADE].contains(&file) {
@@ -90,7 +90,7 @@ impl Words {
         found
     }
 
-    /// A rate with "a" instead of "per".
+    /// Returns a rate with "a" instead of "per".
     fn rate<'a>(&self, words: &'a str) -> Option<&'a str> {
         let noun = self.noun.captures_iter(words).find(|found| {
             let last = found.get(1).map_or("", |word| word.as_str()).to_lowercase();
