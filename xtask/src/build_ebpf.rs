@@ -121,15 +121,15 @@ fn check() -> Result<()> {
     }
     if record.sources_sha256 != sources_digest()? {
         bail!(
-            "the sources of the kernel programs have changed since the objects in ebpf/prebuilt/ were built. \
-             Run `cargo xtask build-ebpf` and commit ebpf/prebuilt/"
+            "the sources of the kernel programs have changed since the objects in ebpf/prebuilt/ were built; \
+             run `cargo xtask build-ebpf` and commit ebpf/prebuilt/"
         );
     }
     step.done("the record matches");
     let toolchain = setup_ebpf::ensure()?;
     if toolchain.versions != record.toolchain {
         bail!(
-            "the committed objects were built by {}, but here is {}: their bytes cannot be compared. Use the former, or \
+            "cannot compare the objects' bytes: {} built the committed ones, but this machine has {}; use the former, or \
              run `cargo xtask build-ebpf` and commit ebpf/prebuilt/",
             record.toolchain,
             toolchain.versions
@@ -137,7 +137,7 @@ fn check() -> Result<()> {
     }
     if build(&toolchain, false)? != committed {
         bail!(
-            "the objects in ebpf/prebuilt/ are not what their sources give with {}. Run `cargo xtask build-ebpf` and \
+            "the objects in ebpf/prebuilt/ differ from a build of their sources with {}; run `cargo xtask build-ebpf` and \
              commit ebpf/prebuilt/",
             record.toolchain
         );

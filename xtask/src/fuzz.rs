@@ -78,8 +78,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if !found.is_empty() {
         bail!(
-            "something was found by {}. The inputs are in fuzz/crashes; `cargo xtask fuzz TARGET --input FILE` tries one \
-             again. Keep them: `cargo xtask test` replays them from now on",
+            "these targets failed: {}; their inputs are in fuzz/crashes, and `cargo xtask fuzz TARGET --input FILE` \
+             reproduces one of them. Keep the inputs: `cargo xtask test` replays them from now on",
             found.join(", ")
         );
     }

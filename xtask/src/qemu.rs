@@ -63,8 +63,8 @@ impl Qemu {
         if let Some((major, minor)) = version {
             let (oldest, older) = OLDEST;
             eprintln!(
-                ".. {name} {major}.{minor} is too old: it fails guests with newer kernels by itself ({oldest}.{older} is the \
-                 oldest that doesn't); {RELEASE}'s is used beside it"
+                ".. {name} {major}.{minor} is too old and crashes guests with newer kernels (the oldest usable version is \
+                 {oldest}.{older}); xtask uses {RELEASE}'s instead"
             );
         }
         let ours = Qemu::ours(work, arch, name)?;

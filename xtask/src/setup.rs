@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Installs the programs that the demo, the tests and the BPF build need. Changes nothing if none is missing.
+/// Installs the programs that the demo, the tests and the BPF build need; changes nothing if none is missing
 #[derive(clap::Args)]
 pub struct Args {
     /// The part to install for; may be given more than once [default: demo, test, ebpf]
@@ -36,9 +36,9 @@ pub enum Part {
     Arm64,
 }
 
-/// Something that must be on the machine, and the Debian package that brings it.
+/// A program or file that the machine must have, and the Debian package that contains it.
 struct Need {
-    /// A program to be found in PATH or the system folders, or the absolute path of a file.
+    /// The name of a program in PATH or the system folders, or the absolute path of a file.
     thing: &'static str,
     package: &'static str,
 }
@@ -47,7 +47,8 @@ const fn need(thing: &'static str, package: &'static str) -> Need {
     Need { thing, package }
 }
 
-/// Linking a Rust program needs a C compiler as the linker; a static one needs libc's archive, in libc6-dev.
+/// Linking a Rust program needs a C compiler as the linker. A static program needs libc's archive, which is in
+/// libc6-dev.
 const BUILD: &[Need] = &[need("cc", "gcc"), need("/usr/include/stdlib.h", "libc6-dev")];
 
 const DEMO: &[Need] = &[

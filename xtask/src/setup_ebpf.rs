@@ -1,7 +1,7 @@
-//! The tools for building the kernel programs and their origin. The first is bpf-linker: setup builds it once
-//! against the LLVM that rustc itself uses, because another LLVM could not read rustc's bitcode. The second
-//! is the sources of `core`, because the BPF target has no ready-made `core`. Both go to a cache folder of
-//! the user, so every clone finds them.
+//! Finds or installs the tools that build the kernel programs. The first is bpf-linker: setup builds it once against
+//! the LLVM that rustc itself uses, because another LLVM could not read rustc's bitcode. The second is the sources
+//! of `core`, because the BPF target has no ready-made `core`. Both go to a cache folder of the user, so every clone
+//! finds them.
 
 use crate::progress::Step;
 use crate::shell;
@@ -185,8 +185,8 @@ fn rustc_llvm(rustc: &Rustc) -> Result<PathBuf> {
     found.sort();
     found.pop().with_context(|| {
         format!(
-            "{} has no libLLVM.so.*: this rustc has its LLVM linked in. Use a toolchain of rustup to build the BPF \
-             object (the committed one needs no building)",
+            "{} has no libLLVM.so.*: this rustc contains its LLVM; use a toolchain of rustup to build the BPF objects \
+             (the committed objects need no build)",
             lib.display()
         )
     })
@@ -205,7 +205,7 @@ fn find_library(rustc: &Rustc) -> Result<Option<(PathBuf, bool)>> {
             }
         }
         bail!(
-            "BEELET_RUST_SRC is {}, but neither it nor its folder `library` holds core/src/lib.rs",
+            "BEELET_RUST_SRC is {}, but neither that folder nor its folder `library` contains core/src/lib.rs",
             given.display()
         );
     }
@@ -244,7 +244,7 @@ fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
     let Some(archive) = std::env::var_os("BEELET_RUST_SRC").map(PathBuf::from) else {
         let why = rustup.err().map_or_else(String::new, |error| format!("\n{error:#}"));
         bail!(
-            "the sources of Rust's core library are missing: `rustup component add rust-src` did not work. Or set \
+            "the sources of Rust's core library are missing, and `rustup component add rust-src` failed; set \
              BEELET_RUST_SRC to the folder `library` of rustc {}'s sources, or to a .tar.xz of it{why}",
             rustc.release
         );
@@ -256,17 +256,13 @@ fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
     std::fs::create_dir_all(parent)
         .with_context(|| format!("could not make the folder {}", parent.display()))?;
     let part = tempfile::tempdir_in(parent).with_context(|| format!("no place in {}", parent.display()))?;
-    step.run(Command::new("tar").arg("-xJf").arg(&archive).arg("-C").arg(part.path())).with_context(
-        || format!("BEELET_RUST_SRC names {}, which could not be unpacked", archive.display()),
-    )?;
+    step.run(Command::new("tar").arg("-xJf").arg(&archive).arg("-C").arg(part.path()))
+        .with_context(|| format!("could not unpack BEELET_RUST_SRC, {}", archive.display()))?;
     let _ = std::fs::remove_dir_all(&target);
     std::fs::rename(part.keep(), &target)
         .with_context(|| format!("could not move the unpacked sources to {}", target.display()))?;
     let found = find_library(rustc)?.with_context(|| {
-        format!(
-            "{} was unpacked, but has no library/core/src/lib.rs and library/Cargo.lock",
-            archive.display()
-        )
+        format!("{} was unpacked, but lacks library/core/src/lib.rs or library/Cargo.lock", archive.display())
     })?;
     step.done("unpacked from BEELET_RUST_SRC");
     Ok(found)

@@ -2,7 +2,7 @@
 //! test as passed, so a CI without any tools would be green. In a strict run, a test that is skipped for
 //! another reason is a failure.
 
-/// An accepted reason, as a part of its text, with the cause why a CI can't have the missing thing.
+/// An accepted reason: a part of its text, and the explanation why a CI machine can lack the missing thing.
 struct Allowed {
     reason: &'static str,
     why: &'static str,
@@ -13,9 +13,12 @@ const fn allowed(reason: &'static str, why: &'static str) -> Allowed {
 }
 
 const BY_CHOICE: &str = "by choice: cargo xtask test --long runs it";
-const ONE_VERSION: &str = "a machine has one version of cgroups; cargo xtask vm boots the other";
-const KERNEL: &str = "no package changes the running kernel; cargo xtask vm boots others";
-const NO_PACKAGE: &str = "the distribution has no package of it: its path must be given";
+const ONE_VERSION: &str =
+    "a machine has one version of cgroups; cargo xtask vm boots a machine with the other";
+const KERNEL: &str = "no package changes the running kernel; cargo xtask vm boots other kernels";
+const NO_PACKAGE: &str =
+    "the distribution has no package of the program: an environment variable must name its path";
+const PROMETHEUS: &str = "its package starts a server on installation; .ci/run unpacks the package instead";
 
 const ALLOWED: &[Allowed] = &[
     allowed("the test takes minutes (", BY_CHOICE),
@@ -45,22 +48,16 @@ const ALLOWED: &[Allowed] = &[
     allowed("resource claims need an API server of 1.34", NO_PACKAGE),
     allowed(
         "criu does not work on this kernel",
-        "the distribution's CRIU is older than the kernel that CI happens to have",
+        "the distribution's CRIU is older than the CI machine's kernel",
     ),
-    allowed("criu is not installed", "not every release of the distribution has a package of it"),
-    allowed(
-        "promtool is not installed",
-        "its package brings a server that starts at once; .ci/run unpacks it",
-    ),
-    allowed(
-        "prometheus is not installed",
-        "its package brings a server that starts at once; .ci/run unpacks it",
-    ),
+    allowed("criu is not installed", "not every release of the distribution has a package of CRIU"),
+    allowed("promtool is not installed", PROMETHEUS),
+    allowed("prometheus is not installed", PROMETHEUS),
     allowed("metrics-server is not installed", NO_PACKAGE),
     allowed("a device plugin written in Go is required", NO_PACKAGE),
     allowed(
         "Python has no grpcio-tools",
-        "the distribution's is too old for optional fields; .ci/run asks pip",
+        "the distribution's grpcio-tools is too old for optional fields; .ci/run installs it with pip",
     ),
     allowed(
         "the object that logs is not built",
@@ -68,7 +65,7 @@ const ALLOWED: &[Allowed] = &[
     ),
 ];
 
-/// Returns the cause why a test may be skipped for this reason; None if it may not.
+/// Returns the explanation if this reason is accepted.
 pub(crate) fn why(reason: &str) -> Option<&'static str> {
     ALLOWED.iter().find(|allowed| reason.contains(allowed.reason)).map(|allowed| allowed.why)
 }

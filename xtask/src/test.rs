@@ -9,10 +9,10 @@ use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
 
-/// Runs the tests of every tier that this machine allows, and lists the skipped tests with the reasons.
+/// Runs the tests of every tier that this machine allows, and lists the skipped tests with the reasons
 #[derive(clap::Args)]
 pub struct Args {
-    /// Run also the tests that take minutes
+    /// Also run the tests that take minutes
     #[arg(long)]
     long: bool,
 

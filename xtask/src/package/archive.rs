@@ -1,5 +1,4 @@
-//! An archive for any distribution: the files of the package, with the static binary, to be unpacked at
-//! the root.
+//! The archive for any distribution: the files of the package with the static binary, to be unpacked at the root.
 
 use super::version;
 use crate::cross::Arch;
@@ -9,7 +8,7 @@ use flate2::{Compression, GzBuilder};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Makes it in the folder `out`; all times in it are `seconds` since 1970.
+/// Makes the archive in the folder `out`; all its times are `seconds` since 1970.
 pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: u64) -> Result<PathBuf> {
     let path = out.join(format!("beelet-{}-linux-{}-static.tar.gz", version(), arch.machine()));
     let said = || format!("could not write {}", path.display());

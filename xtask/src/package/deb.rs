@@ -1,4 +1,4 @@
-//! The Debian package, by dpkg-deb (docs/decisions/0021-packages.md says why not by cargo-deb).
+//! The Debian package, made by dpkg-deb (docs/decisions/0021-packages.md has the reasons against cargo-deb).
 
 use super::{layout, version};
 use crate::{cross::Arch, setup, shell};
@@ -12,32 +12,34 @@ use std::process::Command;
 
 /// The scripts that dpkg runs, in packaging/deb.
 const SCRIPTS: &[&str] = &["postinst", "prerm", "postrm"];
-/// The programs that make it.
+/// The programs that make the package.
 const TOOLS: &[(&str, &str)] = &[("dpkg-deb", "dpkg"), ("objdump", "binutils"), ("md5sum", "coreutils")];
 
+/// Checks that this machine has the programs that make the package.
+///
 /// # Errors
-/// A program is missing; the message says which, and what has it.
+/// A program is missing; the message names the program and its package.
 pub(super) fn require() -> Result<()> {
     for (tool, package) in TOOLS {
         if setup::find(tool).is_none() {
             bail!(
-                "{tool} is missing: a Debian package is made where there is one (apt-get install {package})"
+                "{tool} is missing, and a Debian package cannot be made without it: apt-get install {package}"
             );
         }
     }
     Ok(())
 }
 
-/// How a package is packed, as dpkg-deb takes it.
+/// The compression of a package, by dpkg-deb.
 #[derive(Clone, Copy, Debug)]
 pub enum Packed {
-    /// Small, and a minute's work: for a release.
+    /// The smallest package, which takes a minute: for a release.
     Xz,
-    /// Not at all: for a machine that is thrown away.
+    /// No compression: for a temporary machine.
     Not,
 }
 
-/// Makes the package of these files in the folder `out`; all times in it are `seconds` since 1970.
+/// Makes the package of these files in the folder `out`; all its times are `seconds` since 1970.
 pub fn build(
     files: &[(String, Entry)],
     arch: Arch,
@@ -94,14 +96,14 @@ fn place(path: &Path, entry: &Entry) -> Result<()> {
     };
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
         .with_context(|| format!("could not set the mode of {}", path.display()))?;
-    // Folders on the way are made with whatever umask this shell has.
+    // The umask of the calling shell set the modes of the folders above.
     for folder in path.ancestors().skip(1).take_while(|folder| !folder.ends_with("deb")) {
         fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
     }
     Ok(())
 }
 
-/// As `md5sum --check` reads it: `dpkg --verify` compares with it.
+/// Returns the checksums in the format of `md5sum --check`, with which `dpkg --verify` compares the files.
 fn sums(root: &Path, files: &[(String, Entry)]) -> Result<Vec<u8>> {
     let regular = files.iter().filter(|(_, entry)| matches!(entry, Entry::File(..))).map(|(path, _)| path);
     let mut command = Command::new("md5sum");
@@ -133,18 +135,18 @@ fn control(name: &str, arch: Arch, binary: &Path, files: &[(String, Entry)]) -> 
              Homepage: https://beelet.dev\n\
              Description: node agent that runs a machine's pods\n \
              beelet does the kubelet's job on one machine: it runs Kubernetes' pods on a container\n \
-             runtime (CRI), on its own or as a node of a cluster. eBPF programs tell it what others\n \
-             poll for. It can also measure the pods of a kubelet, changing nothing (beelet observe).\n";
+             runtime (CRI), on its own or as a node of a cluster. eBPF programs report the events\n \
+             that other agents poll for. beelet observe measures the pods of a kubelet, read-only.\n";
     Ok(text)
 }
 
-/// Returns the version of glibc that the binary's symbols ask for; None if it is static.
+/// Returns the version of glibc that the binary's symbols need; None if the binary is static.
 fn needed_libc(binary: &Path) -> Result<Option<String>> {
     let output = Command::new("objdump").arg("-T").arg(binary).output().context("could not start objdump")?;
     Ok(newest_glibc(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Returns the newest in lines such as `… (GLIBC_2.34) pthread_create`.
+/// Returns the newest version in lines such as `… (GLIBC_2.34) pthread_create`.
 fn newest_glibc(symbols: &str) -> Option<String> {
     let versions = symbols.split("GLIBC_").skip(1).filter_map(|rest| {
         let word: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
@@ -159,14 +161,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_glibc_that_is_asked_for_is_found() {
+    fn the_newest_glibc_of_the_symbols_is_found() {
         let text = "0 DF *UND* 0 (GLIBC_2.2.5) read\n0 DF *UND* 0 (GLIBC_2.34) dlsym\n0 (GLIBC_2.9) pipe2\n";
         assert_eq!(newest_glibc(text).as_deref(), Some("2.34"));
         assert_eq!(newest_glibc("no symbols\n"), None);
     }
 
     #[test]
-    fn the_scripts_are_shell_that_a_shell_understands_and_can_be_run() {
+    fn the_scripts_are_valid_shell_with_an_interpreter_line() {
         for script in SCRIPTS {
             let path = workdir::repository().join("packaging/deb").join(script);
             let output = Command::new("sh").arg("-n").arg(&path).output().unwrap();
@@ -176,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_has_the_files_with_their_modes_and_says_what_is_a_configuration() {
+    fn a_package_has_the_files_with_their_modes_and_lists_its_conffiles() {
         if require().is_err() {
             return eprintln!("no dpkg-deb here");
         }
@@ -197,7 +199,7 @@ mod tests {
         let listed = ask(&["--contents"], &[]);
         assert!(listed.contains("-rwxr-xr-x root/root") && listed.contains("./usr/bin/beelet"), "{listed}");
         assert_eq!(ask(&["--info"], &["conffiles"]), "/etc/beelet/beelet.yaml\n");
-        // The same again is the same.
+        // A second build has the same bytes.
         build(&files, Arch::here().unwrap(), "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
         assert!(fs::read(&first).unwrap() == bytes);
     }

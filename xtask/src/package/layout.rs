@@ -1,5 +1,5 @@
-//! What is installed where: the binary, its units and configuration, pages and completions that the
-//! binary itself writes, and the documentation.
+//! The installed files and their paths: the binary, its units and configuration, the manual pages and completions
+//! that the binary itself writes, and the documentation.
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
 
-/// Files of the repository and where they go, readable for everybody.
+/// Files of the repository and their installed paths, with mode 644.
 const COPIED: &[(&str, &str)] = &[
     ("packaging/beelet.service", "usr/lib/systemd/system/beelet.service"),
     ("packaging/beelet-observe.service", "usr/lib/systemd/system/beelet-observe.service"),
@@ -19,7 +19,7 @@ const COPIED: &[(&str, &str)] = &[
     ("README.md", "usr/share/doc/beelet/README.md"),
     ("LICENSE", "usr/share/doc/beelet/copyright"),
 ];
-/// What is a configuration: the administrator's, once it was changed.
+/// The configuration files, whose changes by an administrator dpkg keeps.
 pub(super) const CONFIGURATION: &[&str] = &["etc/beelet/beelet.yaml"];
 const COMPLETIONS: &[(&str, &str)] = &[
     ("bash", "usr/share/bash-completion/completions/beelet"),
@@ -27,8 +27,8 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
 ];
 
-/// Returns all files by their paths from the root, sorted. `start` is what starts `binary` on this machine,
-/// before its arguments.
+/// Returns all files by their paths from the root, sorted. `start` returns the command that starts `binary` on this
+/// machine, without arguments.
 pub fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
@@ -61,7 +61,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("could not read {}", path.display()))
 }
 
-/// Returns the folder's own files with this end, by name.
+/// Returns the files of a folder, without those in its subfolders, whose names end with `end`.
 fn in_folder(folder: &Path, end: &str) -> Result<Vec<(String, Vec<u8>)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("could not list {}", folder.display()))? {
@@ -74,7 +74,7 @@ fn in_folder(folder: &Path, end: &str) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(found)
 }
 
-/// What the program prints.
+/// Returns the standard output of a program.
 fn printed(mut program: Command, arguments: &[&str]) -> Result<Vec<u8>> {
     program.args(arguments);
     let shown = shell::display(&program);
@@ -86,7 +86,7 @@ fn printed(mut program: Command, arguments: &[&str]) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Without a name and a time: the same content makes the same bytes.
+/// Compresses without a name and a time, so the same content makes the same bytes.
 fn gzip(content: &[u8]) -> Result<Vec<u8>> {
     let mut encoder = GzBuilder::new().mtime(0).write(Vec::new(), Compression::best());
     encoder.write_all(content)?;

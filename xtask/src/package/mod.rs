@@ -1,9 +1,9 @@
-//! `cargo xtask package`: what a release ships. A Debian package, a static binary in an archive, a
-//! container image, a list of what is in the binary (SBOM), and the checksums of all of them, below
-//! `package/` in cargo's target folder.
+//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: a Debian package,
+//! an archive with a static binary, a container image, a list of the binary's components (SBOM), and the checksums
+//! of all of them.
 //!
-//! All are made of the same files ([`layout`]), so nothing is in one of them that another lacks. The same
-//! commit makes the same bytes: times are the commit's, owners are root.
+//! The package and the archive contain the same files ([`layout`]). The same commit makes the same bytes: times are
+//! the commit's, owners are root.
 
 mod archive;
 mod deb;
@@ -26,29 +26,29 @@ use std::process::Command;
 pub use self::deb::{Packed, build as build_deb};
 pub use self::layout::files;
 
-/// The profile of what is shipped (Cargo.toml says what is in it).
+/// The cargo profile of released binaries.
 const PROFILE: &str = "dist";
-/// The image's name, as packaging/kubernetes names it.
+/// The image's name, which packaging/kubernetes uses.
 const IMAGE: &str = "localhost/beelet:latest";
 
-/// Makes what a release ships, below target/package: a .deb, an archive with a static binary, a container
-/// image, an SBOM, and their checksums.
+/// Makes the files of a release below target/package: a .deb, an archive with a static binary, a container image,
+/// an SBOM, and their checksums
 #[derive(clap::Args)]
 pub struct Args {
-    /// The package's revision, behind the version: 0.1.0-REVISION
+    /// The package's revision, which follows the version: 0.1.0-REVISION
     #[arg(long, value_name = "REVISION", default_value = "1")]
     revision: String,
 
-    /// The processor that it is for [default: this machine's]. Another one's Debian package holds the static
-    /// binary, and an emulator prints its manual pages
+    /// Target processor [default: this machine's]. The Debian package for another processor contains the static
+    /// binary, and an emulator runs that binary to print the manual pages
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
 
-    /// Only these: deb, static (the archive), image (needs static), sbom [default: all]
+    /// Products to make: deb, static (the archive), image (needs static), sbom [default: all]
     #[arg(long, value_name = "WHAT", value_delimiter = ',')]
     only: Vec<Product>,
 
-    /// Take these binaries as they are instead of building: the package's, and the static one's
+    /// Package these binaries instead of building: one for the Debian package, a static one for the rest
     #[arg(long, value_name = "DEB,STATIC", value_delimiter = ',', num_args = 1)]
     binaries: Vec<PathBuf>,
 }
@@ -61,7 +61,7 @@ enum Product {
     Sbom,
 }
 
-/// Returns the command line's entry.
+/// Runs `cargo xtask package`.
 pub fn run(args: &Args) -> Result<()> {
     let wants = |product| args.only.is_empty() || args.only.contains(&product);
     let out = workdir::target_dir().join("package");
@@ -104,9 +104,9 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What the binary says of its origin, and the time of everything in the packages.
+/// The commit that the binary prints as its origin, and whose time all packaged files have.
 struct Commit {
-    /// Its hash and date; None without git, or where this is no checkout of its own.
+    /// Hash and date; None without git, or if git does not track this folder's `Cargo.lock`.
     name: Option<String>,
     /// Seconds since 1970.
     seconds: u64,
@@ -133,16 +133,16 @@ impl Commit {
     }
 }
 
-/// How a binary has its libc.
+/// The way in which a binary is linked to its libc.
 #[derive(Clone, Copy, Debug)]
 enum Linked {
-    /// As a shared library, of this machine's version or newer.
+    /// glibc as a shared library, of this machine's version or newer.
     ToGlibc,
-    /// Inside, which is musl.
+    /// musl inside the binary.
     Statically,
 }
 
-/// What starts this program on this machine.
+/// Returns the command that starts this program on this machine.
 fn runnable(program: &Path, arch: Arch) -> Result<Command> {
     if arch == Arch::here()? {
         return Ok(Command::new(program));
@@ -152,7 +152,7 @@ fn runnable(program: &Path, arch: Arch) -> Result<Command> {
     Ok(command)
 }
 
-/// Returns the agent, or the one that was given.
+/// Builds the agent, or returns the given one.
 fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -> Result<PathBuf> {
     if let Some(given) = given {
         return Ok(given.clone());
@@ -177,7 +177,7 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
     Ok(dir.join(PROFILE).join("beelet"))
 }
 
-/// Returns a copy without symbols. The original keeps them, for whoever looks at a core dump.
+/// Returns a copy without symbols. The original keeps its symbols, for the analysis of a core dump.
 fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let kind = if images::is_static(binary)? { "static" } else { "dynamic" };
     let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));
@@ -187,7 +187,7 @@ fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     Ok(copy)
 }
 
-/// Returns the image of the DaemonSet in packaging/kubernetes: the binary and nothing else.
+/// Returns the image of the DaemonSet in packaging/kubernetes, which contains only the binary.
 fn image(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let program = std::fs::read(binary).with_context(|| format!("could not read {}", binary.display()))?;
     let folder = |path: &str| (path.to_owned(), images::Entry::Folder(0o755));
@@ -203,7 +203,7 @@ fn image(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// As `sha256sum --check` reads it.
+/// Returns the checksums in the format of `sha256sum --check`.
 fn checksums(files: &[PathBuf]) -> Result<String> {
     let line = |path: &PathBuf| {
         let content = std::fs::read(path).with_context(|| format!("could not read {}", path.display()))?;
@@ -218,7 +218,7 @@ fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-#[allow(clippy::cast_precision_loss)] // for people
+#[allow(clippy::cast_precision_loss)] // printed with one decimal
 fn megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }

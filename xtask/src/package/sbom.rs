@@ -1,4 +1,4 @@
-//! The list of what is in the binary (CycloneDX, JSON), by cargo-cyclonedx.
+//! The list of the binary's components (CycloneDX, JSON), made by cargo-cyclonedx.
 
 use super::version;
 use crate::{progress::Step, shell};
@@ -7,12 +7,12 @@ use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The version whose output was looked at.
+/// The version of cargo-cyclonedx, whose output was reviewed.
 const TOOL: &str = "0.5.9";
-/// What it calls its output, beside agent/Cargo.toml.
+/// The name of the tool's output file, next to agent/Cargo.toml.
 const NAME: &str = "beelet.sbom";
 
-/// Makes it in the folder `out`.
+/// Makes the list in the folder `out`.
 pub(super) fn build(out: &Path) -> Result<PathBuf> {
     let root = workdir::target_dir().join("tools").join(format!("cargo-cyclonedx-{TOOL}"));
     let tool = root.join("bin/cargo-cyclonedx");
@@ -35,7 +35,7 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
         "--manifest-path",
     ]);
     shell::run(command.arg(&manifest).current_dir(workdir::repository()))?;
-    // It leaves a file beside every crate that it walked through.
+    // The tool writes a file next to the manifest of every crate of the workspace.
     let path = out.join(format!("beelet-{}.cdx.json", version()));
     let made = workdir::repository().join("agent").join(format!("{NAME}.json"));
     std::fs::copy(&made, &path).with_context(|| format!("could not copy {}", made.display()))?;
@@ -43,7 +43,7 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Removes what the tool wrote beside each crate of the workspace.
+/// Removes the files that the tool wrote next to the manifests of the workspace's crates.
 fn sweep() -> Result<()> {
     let mut command = shell::cargo();
     command.args(["metadata", "--no-deps", "--format-version", "1"]).current_dir(workdir::repository());

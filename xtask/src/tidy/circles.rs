@@ -1,5 +1,5 @@
-//! Circles of files inside a crate: each of them can be read only with the others. Cargo keeps circles out between
-//! crates; inside one, arrows are drawn here from the paths that a file names.
+//! Finds circles of files inside a crate: files that depend on each other, so a reader needs all of them. Cargo
+//! forbids circles of crates. Inside a crate, an arrow leads from a file to each file whose paths it names.
 
 use super::text;
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A module's path in its crate.
 type Path = Vec<String>;
 
-/// A file with what it names.
+/// A file with the paths that it names.
 #[derive(Debug)]
 struct Module {
     file: String,
     /// Paths from the crate's root.
     named: BTreeSet<Path>,
-    /// Names that it shows as its own, with where they come from.
+    /// Names that the file re-exports, with their origins.
     shown: BTreeMap<String, Path>,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Crate {
 }
 
 impl Crate {
-    /// Adds a file, whose name counts from the crate's `src/`. Tests and further programs are left out.
+    /// Adds a file, whose name is relative to the crate's `src/`. Skips tests and the programs in `bin/`.
     pub(super) fn add(&mut self, name: &str, file: &str, text: &str) {
         let parts: Vec<&str> = name.strip_suffix(".rs").unwrap_or(name).split('/').collect();
         let is_left_out = parts.first() == Some(&"bin") || parts.contains(&"tests") || !name.ends_with(".rs");
@@ -63,13 +63,13 @@ impl Crate {
         found.into_iter().collect()
     }
 
-    /// Returns the modules that a module needs. One above or below it is no other: they are one subject.
+    /// Returns the modules that a module needs, without the modules above and below it, which have the same subject.
     fn arrows(&self, path: &Path, module: &Module) -> BTreeSet<&Path> {
         let targets = module.named.iter().filter_map(|named| self.resolve(named, 0));
         targets.filter(|target| !path.starts_with(target) && !target.starts_with(path)).collect()
     }
 
-    /// Returns the module that defines what a path names: through `pub use` to the end.
+    /// Returns the module that defines the item of a path. Follows `pub use`.
     fn resolve(&self, named: &Path, depth: usize) -> Option<&Path> {
         let length = (0..=named.len()).rev().find(|length| self.modules.contains_key(&named[..*length]))?;
         let (path, module) = self.modules.get_key_value(&named[..length])?;
@@ -113,13 +113,13 @@ impl Module {
     }
 }
 
-/// Returns true if `use` after this is the keyword at a statement's start.
+/// Returns true if a `use` after this text is the keyword at the start of a statement.
 fn is_use(before: &str) -> bool {
     let last = before.rsplit('\n').next().unwrap_or_default().trim();
     last.is_empty() || last.starts_with("pub")
 }
 
-/// Returns the path from the crate's root; none for one of another crate.
+/// Returns the path from the crate's root; None for more `super` than `own` has parents.
 fn absolute(path: &str, own: &Path) -> Option<Path> {
     let parts: Vec<&str> = path.split("::").filter(|part| !part.is_empty()).collect();
     let ups = parts.iter().take_while(|part| **part == "super").count();
@@ -127,14 +127,14 @@ fn absolute(path: &str, own: &Path) -> Option<Path> {
         "crate" => (Path::new(), &parts[1..]),
         "self" => (own.clone(), &parts[1..]),
         _ if ups > 0 => (own[..own.len().checked_sub(ups)?].to_vec(), &parts[ups..]),
-        // A module of its own, or another crate, which no module is called by.
+        // A submodule, or another crate, whose name is not the name of a module.
         _ => (own.clone(), &parts[..]),
     };
     from.extend(rest.iter().map(|part| (*part).to_owned()));
     Some(from)
 }
 
-/// Returns the paths of a `use` tree, with the names that they have here: `a::{b, c as d}` is `a::b` and `a::c`.
+/// Returns the paths of a `use` tree with their local names: `a::{b, c as d}` has `a::b` as `b` and `a::c` as `d`.
 fn leaves(tree: &str) -> Vec<(String, String)> {
     let tree = tree.trim();
     let Some((prefix, inner)) = tree.split_once('{') else {
@@ -165,7 +165,7 @@ fn leaves(tree: &str) -> Vec<(String, String)> {
     within.collect()
 }
 
-/// Returns the code up to the tests' module.
+/// Returns the code up to the tests' module, without other lines that only tests compile.
 pub(super) fn without_tests(code: &str) -> String {
     let mut kept = String::new();
     let mut lines = code.lines();
@@ -183,7 +183,7 @@ pub(super) fn without_tests(code: &str) -> String {
     kept
 }
 
-/// Returns all that can be reached from a module.
+/// Returns the modules that can be reached from a module.
 fn reach<'a>(from: &'a Path, arrows: &BTreeMap<&'a Path, BTreeSet<&'a Path>>) -> BTreeSet<&'a Path> {
     let mut found = BTreeSet::new();
     let mut open = vec![from];
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_and_the_modules_below_one_are_no_circle() {
+    fn tests_and_submodules_make_no_circle() {
         check(
             &[("a.rs", "use crate::b::X;\n"), ("b.rs", "#[cfg(test)]\nmod tests {\nuse crate::a;\n}\n")],
             &[],

@@ -1,24 +1,23 @@
-//! Subjects of commits that are not on the main branch of the remote yet: `area: imperative subject`, short enough
-//! for one line. What is there already stays as it is; a clone without history or without a remote has nothing to
-//! check.
+//! Checks the subjects of commits that the main branch of the remote lacks: `area: imperative subject`, short enough
+//! for one line. In a clone without history or without a remote, the check does nothing.
 
 use anyhow::Result;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
-/// A subject is read in lists, which cut what is longer.
+/// Maximum length of a subject: lists of commits cut longer ones.
 const LONGEST: usize = 72;
 
-/// Areas that are no folder.
+/// Areas without a folder.
 const MORE: &[&str] = &["build", "cargo", "changelog", "ci", "nextest", "readme", "tidy"];
 
-/// First words that are no verb.
+/// First words that look like verbs by their form.
 const NO_VERBS: &[&str] = &[
     "a", "all", "an", "each", "every", "how", "it", "more", "no", "nobody", "nothing", "now", "of", "one",
     "only", "some", "that", "the", "this", "two", "what", "when", "where", "who",
 ];
-/// Imperatives that look like another form.
+/// Imperatives whose form is that of a past tense, a noun or a third person.
 const VERBS: &[&str] = &[
     "bring", "embed", "exceed", "feed", "fling", "focus", "heed", "need", "ping", "proceed", "ring", "seed",
     "shed", "speed", "spring", "string", "succeed", "swing", "weed", "alias", "bias",
@@ -42,7 +41,7 @@ pub(super) fn check(repository: &Path, since: Option<&str>, files: &[String]) ->
         Some(since) => known(since),
         None => known("origin/main").or_else(|| known("main@{upstream}")),
     };
-    // In a clone with a part of the history, all of it seems to come after the base.
+    // In a shallow clone, the whole history seems to come after the base.
     let is_shallow = git(&["rev-parse", "--is-shallow-repository"]).is_none_or(|is| is == "true");
     let Some(base) = base.filter(|_| !is_shallow) else { return Ok(Vec::new()) };
     let log = git(&["log", "--no-merges", "--format=%h %s", &format!("{base}..HEAD")]).unwrap_or_default();
@@ -54,7 +53,7 @@ pub(super) fn check(repository: &Path, since: Option<&str>, files: &[String]) ->
     Ok(broken.collect())
 }
 
-/// Returns the areas that a subject may begin with: folders at the top, crates, and the first folders of their sources.
+/// Returns the areas that a subject may begin with: top folders, crates, and the first folders of their sources.
 fn areas(files: &[String]) -> BTreeSet<&str> {
     let folders = files.iter().filter_map(|file| Some(file.rsplit_once('/')?.0)).flat_map(|folder| {
         let top = folder.split('/').next();
@@ -66,30 +65,29 @@ fn areas(files: &[String]) -> BTreeSet<&str> {
     areas.chain(MORE.iter().copied()).collect()
 }
 
-/// Why a subject breaks the rule.
+/// Returns the reason why a subject breaks the rule; None if it follows the rule.
 fn wrong(subject: &str, areas: &BTreeSet<&str>) -> Option<String> {
     if subject.starts_with("Revert \"") {
         return None; // git's own words
     }
     let length = subject.chars().count();
     if length > LONGEST {
-        return Some(format!("the subject has {length} characters; {LONGEST} are enough"));
+        return Some(format!("the subject has {length} characters; the maximum is {LONGEST}"));
     }
     let Some((named, rest)) = subject.split_once(": ") else {
-        return Some("the subject begins with an area: `pods: end a pod once`".to_owned());
+        return Some("a subject begins with an area: `pods: end a pod once`".to_owned());
     };
     if let Some(unknown) = named.split(", ").find(|area| !areas.contains(area)) {
-        return Some(format!("`{unknown}` is neither a folder nor a crate: an area names one"));
+        return Some(format!("`{unknown}` is neither a folder nor a crate, so it cannot be an area"));
     }
     if rest.ends_with('.') {
         return Some("a subject ends without a full stop".to_owned());
     }
     let first = rest.split(|c: char| !c.is_alphanumeric() && c != '-').next().unwrap_or_default();
-    (!is_imperative(first))
-        .then(|| format!("`{first}` is no imperative: say what the change does to the code"))
+    (!is_imperative(first)).then(|| format!("`{first}` is not an imperative: state the change to the code"))
 }
 
-/// Returns a guess by the word's form.
+/// Guesses by its form if a word is an imperative.
 fn is_imperative(word: &str) -> bool {
     let has_form = |end: &str| word.ends_with(end);
     let is_third_person = has_form("s") && !has_form("ss") && !has_form("us");
@@ -118,15 +116,15 @@ mod tests {
         check("vm: speed a boot up", None);
         check("ci: embed the object", None);
         check("Revert \"Something of old\"", None);
-        check("pods: ends a pod once", Some("`ends` is no imperative"));
+        check("pods: ends a pod once", Some("`ends` is not an imperative"));
         check("pods: ended a pod", Some("`ended`"));
         check("pods: ending pods", Some("`ending`"));
-        check("pods: a pod ends once", Some("`a` is no imperative"));
+        check("pods: a pod ends once", Some("`a` is not an imperative"));
         check("pods: Ctrl-C ends it", Some("`Ctrl-C`"));
         check("pods: end a pod.", Some("full stop"));
         check("kubelet: end a pod", Some("`kubelet` is neither"));
         check("End a pod once", Some("begins with an area"));
-        check(&format!("pods: end {}", "x".repeat(70)), Some("72 are enough"));
+        check(&format!("pods: end {}", "x".repeat(70)), Some("the maximum is 72"));
     }
 
     #[test]

@@ -1,23 +1,23 @@
-//! The doors that the agent's code outside its tests must use: one through which programs are started, one to
-//! files in folders that others can write.
+//! Checks that the agent's code outside its tests uses two doors: the door for starting programs, and the door for
+//! files in folders that other programs can write to.
 
 use super::{Violation, code_of};
 
 /// The crate with both doors.
 const DOORS: &str = "agent/base/src/";
 
-/// Parts of the tree that are no part of the agent that runs.
+/// Paths below `agent/` that are not part of the running agent.
 const NOT_THE_AGENT: &[&str] =
     &["agent/testing/", "agent/build.rs", "agent/codec/build.rs", "agent/proto/build.rs", PACKAGING];
-/// A module of tests alone.
+/// A module that contains only tests.
 const PACKAGING: &str = "agent/src/command/packaging.rs";
 
-/// What starts a program. `Command` is also what clap calls a command line, so such a file is told apart by
-/// what it uses.
+/// Code that starts a program. clap has a type `Command` too, so `Command::new(` does not count in a file that uses
+/// clap.
 const STARTS: &[&str] = &["process::Command", "std::process::{", "process::CommandExt", "Command::new("];
 
-/// Crates that have files in folders that containers, plugins or drivers can write to: pods' folders and
-/// volumes, plugins' folders, logs, those of CNI.
+/// Crates that have files in folders that containers, plugins or drivers can write to: the folders of pods, volumes,
+/// plugins, logs and CNI.
 const SHARING: &[&str] = &[
     "agent/cri/",
     "agent/csi/",
@@ -29,7 +29,7 @@ const SHARING: &[&str] = &[
     "agent/volumes/",
 ];
 
-/// What follows a link at the end of a path, waits for a FIFO, opens a device, or writes through a link.
+/// Calls that follow a link at the end of a path, wait for a FIFO, open a device, or write through a link.
 const FOLLOWING: &[&str] = &[
     "File::open(",
     "File::create(",
@@ -43,15 +43,15 @@ const FOLLOWING: &[&str] = &[
     "remove_dir_all(",
 ];
 
-/// Lines that may do it, with the reason.
+/// Lines that may contain such a call, each with the reason.
 const EXCEPTIONS: &[(&str, &str)] = &[
-    // hostPath: its author names any place of the machine; made with `create_new`, which follows no link.
+    // hostPath: the pod's author may name any path of the machine, and `create_new` follows no link.
     ("agent/volumes/src/host_path.rs", "fs::OpenOptions::new().create_new(true)"),
     // The Docker configuration of the node's administrator.
     ("agent/images/src/credentials.rs", "std::fs::File::open(path)"),
 ];
 
-/// Returns the violations of a file of the agent.
+/// Finds the violations in a file of the agent.
 pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
     let is_agent = file.starts_with("agent/") && !NOT_THE_AGENT.iter().any(|place| file.starts_with(place));
     let is_of_tests = file.contains("/tests/") || file.ends_with("tests.rs");
@@ -69,10 +69,10 @@ pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
         let mut say =
             |message: String| found.push(Violation { file: file.to_owned(), line: index + 1, message });
         if starts_program(code, is_command_line) {
-            say("programs have one door, beelet_base::program: no word from outside becomes an option"
+            say("use beelet_base::program to start a program: it lets no word from outside become an option"
                 .to_owned());
         }
-        // What the kernel shows of processes nobody else writes.
+        // Only the kernel writes the files in /proc.
         let is_excepted = || {
             code.contains("\"/proc/")
                 || EXCEPTIONS.iter().any(|(place, exception)| file == *place && code.contains(exception))
@@ -82,8 +82,8 @@ pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
             && !is_excepted()
         {
             say(format!(
-                "{name}: others can write to folders of this crate's files: beelet_base::own_file, shared_folder \
-                 or kernel_file"
+                "{name}: other programs can write to the folders of this crate's files; use beelet_base::own_file, \
+                 shared_folder or kernel_file"
             ));
         }
     }
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_started_through_its_door_alone() {
+    fn only_the_door_for_programs_starts_programs() {
         for line in [
             "use std::process::Command;",
             "use std::process::{Child, Command};",
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_others_can_replace_are_opened_through_their_door_alone() {
+    fn only_the_door_for_files_opens_files_that_other_programs_can_replace() {
         for code in
             ["File::open(path)?", "fs::read_to_string(path)", "fs::write(path, text)", "OpenOptions::new()"]
         {

@@ -1,6 +1,6 @@
-//! One set of features. `cargo xtask` builds this package or lab's alone, the tests build all of them, and cargo
-//! gives a library the features that the chosen packages ask for: where two sets differ, each library above it is
-//! built twice, and kept twice.
+//! Checks that all builds use one set of features. `cargo xtask` builds only this package or lab, the tests build all
+//! packages, and cargo enables the features that the chosen packages request. If two sets of a library differ, cargo
+//! builds and keeps that library, and each library that depends on it, twice.
 
 use super::Violation;
 use crate::{shell, test};
@@ -11,20 +11,20 @@ use std::path::Path;
 /// The packages that `cargo run` builds alone, with their manifests.
 const PACKAGES: [(&str, &str); 2] = [("xtask", "xtask/Cargo.toml"), ("beelet-lab", "lab/Cargo.toml")];
 
-/// Compares what each of these packages is made of with what all packages are made of.
+/// Compares the features of each package's libraries with those of a build of all packages.
 pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     let all = tree(repository, &test::selection())?;
     let all = features(&all);
     let mut found = Vec::new();
     for (package, manifest) in PACKAGES {
-        // Without what is for tests: that of the package has no part in `cargo run`.
+        // `cargo run` does not build the package's dev-dependencies.
         let own = tree(repository, &["--package", package, "--edges", "normal,build"])?;
         found.extend(compare(manifest, &features(&own), &all));
     }
     Ok(found)
 }
 
-/// Each library with its features, a line each.
+/// Returns a line per library with its features.
 fn tree(repository: &Path, selection: &[&str]) -> Result<String> {
     let mut cargo = shell::cargo();
     cargo.args(["tree", "--prefix", "none", "--format", "{p} {f}"]).args(selection);
@@ -35,13 +35,13 @@ fn tree(repository: &Path, selection: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Returns the features of each library with its version: those of all lines together, for cargo shows one that is for
-/// build scripts apart.
+/// Returns the features of each library with its version: the features of all its lines, because cargo prints the
+/// library of build scripts separately.
 fn features(tree: &str) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for line in tree.lines() {
-        // `NAME vVERSION (WHERE OR WHAT) FEATURE,FEATURE`, without what is not there; `(*)` follows where the
-        // library has its own libraries elsewhere.
+        // `NAME vVERSION (PATH OR KIND) FEATURE,FEATURE`; an empty part is missing. `(*)` follows if an earlier line
+        // already listed the library's dependencies.
         let line = line.strip_suffix("(*)").map_or(line, |line| line.strip_suffix(' ').unwrap_or(line));
         let mut blanks = line.match_indices(' ').map(|(at, _)| at);
         let end = blanks.nth(1).unwrap_or(line.len());
@@ -61,8 +61,8 @@ fn compare(
         let wanted = all.get(library).filter(|wanted| *wanted != features)?;
         let names: Vec<&str> = wanted.symmetric_difference(features).copied().collect();
         let message = format!(
-            "{library} has other features here than in the tests of the workspace, so that it and all above it \
-             are built twice: {}",
+            "{library} has other features here than in the tests of the workspace, so cargo builds it and its \
+             dependents twice: {}",
             names.join(", ")
         );
         Some(Violation { file: manifest.to_owned(), line: 1, message })

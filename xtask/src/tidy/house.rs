@@ -1,25 +1,24 @@
-//! The walls of the house: ARCHITECTURE.md draws each crate below `agent/` with its floor, and here the
-//! drawing is compared with what lies on disk and with every Cargo.toml. A crate uses only crates on lower
-//! floors.
+//! Checks the walls of the house. ARCHITECTURE.md draws each crate below `agent/` with its floor; this module
+//! compares the drawing with the crates on disk and with every Cargo.toml. A crate uses only crates on lower floors.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Libraries that only one crate may list, for it is the door to what they are for.
+/// Libraries that only the named crates may use, because these crates are the doors to the libraries' subjects.
 const DOORS: &[(&str, &str)] = &[
     ("aya", "bpf"),
     ("aya-log", "bpf"),
     ("aya-obj", "bpf"),
-    ("libbpf-rs", "none of them: it is for tests"),
+    ("libbpf-rs", "tests only, and no crate of the agent"),
     ("serde-saphyr", "codec"),
     ("serde_path_to_error", "codec"),
     ("zbus", "systemd, testing"),
 ];
 
-/// What decisions may be made of: data types and their text forms. Nothing that waits, reads, measures or
-/// draws lots.
+/// Libraries that decisions may use: data types and their text forms, but nothing that waits, reads, measures or
+/// uses randomness.
 const OF_POLICY: &[&str] = &[
     "base64",
     "beelet-units",
@@ -34,7 +33,7 @@ const OF_POLICY: &[&str] = &[
     "thiserror",
 ];
 
-/// Compares drawing, disk and Cargo.toml files.
+/// Compares the drawing, the crates on disk and their Cargo.toml files.
 pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     let page = repository.join("ARCHITECTURE.md");
     let page =
@@ -52,13 +51,14 @@ pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
         }
     }
     for name in on_disk.iter().filter(|name| !floors.contains_key(name.as_str())) {
-        let message = format!("agent/{name}/ is a crate, but the drawing of the house lacks it or its floor");
+        let message =
+            format!("agent/{name}/ is a crate, but the drawing of the house lacks the crate or its floor");
         found.push(Violation { file: "ARCHITECTURE.md".to_owned(), line: 1, message });
     }
     for (name, (_, line)) in &floors {
         let exists = name == "src" || on_disk.contains(name);
         if !exists {
-            let message = format!("agent/{name}/ is drawn, but not on disk");
+            let message = format!("the drawing of the house has agent/{name}/, but no crate is there");
             found.push(Violation { file: "ARCHITECTURE.md".to_owned(), line: *line, message });
         }
     }
@@ -71,8 +71,8 @@ pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// Returns the crates of the drawing with their floors and lines: ` api/ what it is for floor 5`. The daemon's own
-/// folder is `src`.
+/// Parses the crates of the drawing (`api/ purpose floor 5`) with their floors and lines. The daemon's own folder is
+/// `src`.
 fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     let mut all = BTreeMap::new();
     let mut open: Option<String> = None;
@@ -85,7 +85,7 @@ fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
         if let Some(name) = name {
             open = Some(name.to_owned());
         }
-        // A long line's floor stands on the next.
+        // The floor of a long line is on the next line.
         let floor = line.rsplit_once(" floor ").and_then(|(_, n)| n.trim().parse().ok());
         if let (Some(floor), Some(name)) = (floor, open.take_if(|_| line.contains(" floor "))) {
             all.insert(name, (floor, index + 1));
@@ -94,7 +94,7 @@ fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     all
 }
 
-/// Returns every rule about one crate's dependencies.
+/// Checks one crate's dependencies.
 fn check_dependencies(
     file: &str,
     name: &str,
@@ -110,16 +110,16 @@ fn check_dependencies(
             && below >= own
         {
             say(format!(
-                "{name} is on floor {own} and must not know {other} on floor {below} (ARCHITECTURE.md)"
+                "{name} is on floor {own} and must not use {other} on floor {below} (ARCHITECTURE.md)"
             ));
         }
         if let Some((_, door)) = DOORS.iter().find(|(library, _)| *library == dependency)
             && !door.split(", ").any(|door| door == name)
         {
-            say(format!("{dependency} is for {door} alone"));
+            say(format!("{dependency} is for {door}"));
         }
         if name == "policy" && !OF_POLICY.contains(&dependency) {
-            say(format!("{dependency} is not among the dependencies that a pure function needs"));
+            say(format!("policy must not use {dependency}: a decision is a pure function"));
         }
     }
     found
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_drawing_is_read_with_floors_on_the_same_line_or_the_next() {
+    fn a_floor_is_parsed_from_the_crates_line_or_the_next() {
         let all = drawn(
             "      src/   much text\n              floor 6\n      pods/  x   floor 5\n    ebpf/  no crate of the agent\n",
         );
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crate_knows_only_lower_floors_and_keeps_to_the_doors() {
+    fn a_crate_uses_only_lower_floors_and_the_doors() {
         let check = |name: &str, dependency: &str, expected: usize| {
             let text = format!("[package]\nname = \"x\"\n\n[dependencies]\n{dependency}.workspace = true\n");
             let found = check_dependencies("Cargo.toml", name, &text, &floors());
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_crate_itself_needs_counts() {
+    fn only_the_crates_own_dependencies_count() {
         let text = "[dependencies]\na.workspace = true\n# b\n\n[dev-dependencies]\nc = \"1\"\n";
         assert_eq!(dependencies(text).map(|(_, name)| name).collect::<Vec<_>>(), ["a"]);
     }

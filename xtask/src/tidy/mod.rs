@@ -1,5 +1,5 @@
-//! `cargo xtask tidy`: the invariants of ARCHITECTURE.md that the compiler can't keep, looked for in the text
-//! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
+//! `cargo xtask tidy`: checks the invariants of ARCHITECTURE.md that the compiler can't check, in the text of the
+//! files that git tracks or would add. A rule is a few lines here; each violation names its file, its line and the
 //! rule.
 
 mod circles;
@@ -21,14 +21,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Checks what the compiler can't: floors of crates, doors, file lengths, links, words, subjects of commits.
+/// Checks the rules that the compiler can't check: floors of crates, doors, links, words, subjects of commits
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Write the counts of xtask/ratchet.toml that have fallen
+    /// Write lower counts to xtask/ratchet.toml
     #[arg(long)]
     lower: bool,
 
-    /// List every place that xtask/ratchet.toml counts in this crate (`pods`, `docs`), and exit
+    /// List the counted places of this crate (`pods`, `docs`), and exit
     #[arg(long, value_name = "CRATE")]
     list: Option<String>,
 
@@ -37,20 +37,20 @@ pub(crate) struct Args {
     since: Option<String>,
 }
 
-/// Where the `unsafe` keyword may stand: what speaks to the kernel, the test process that is handed a
-/// descriptor, and the one that filters its own system calls.
+/// Places that may use the `unsafe` keyword: the code that calls the kernel, the test process that inherits a file
+/// descriptor, and the test process that filters its own system calls.
 const UNSAFE: &[&str] =
     &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs", "tests/src/confine/sys.rs"];
 
-/// Folders that may use bpf(2), by whatever library.
+/// Folders that may use bpf(2), with any library.
 const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/libbpf/"];
 
-/// Where mounts for containers are made: files of the node, whose list is what disks are measured by too;
-/// volumes; what device plugins ask for.
+/// Files that may construct mounts for containers: the node's own files, whose list the measurement of disks also
+/// uses; volumes; the mounts that device plugins request.
 const MOUNTS: &[&str] =
     &["agent/model/src/disk.rs", "agent/volumes/src/lib.rs", "agent/devices/src/options.rs"];
 
-/// What a decision must not call: input, output, clocks, chance.
+/// Names that a decision must not use: input, output, clocks, randomness.
 const POLICY_FORBIDDEN: &[&str] = &[
     "std::fs",
     "std::net",
@@ -62,8 +62,8 @@ const POLICY_FORBIDDEN: &[&str] = &[
     "Timestamp::now",
 ];
 
-/// Who may read out of a phase that it is final: what shows a pod to people, counts its start, keeps how it
-/// ended, or takes over the API server's word. All others ask whether anything of the pod runs.
+/// Files that may test a phase for being final: those that display a pod, count its start, record its end, or adopt
+/// the API server's status. All others must ask whether a part of the pod still runs.
 const PHASES: &[&str] = &[
     "agent/api/src/grpc/containers/debug.rs",
     "agent/cli/src/until.rs",
@@ -76,7 +76,7 @@ const PHASES: &[&str] = &[
     "agent/pods/src/starts.rs",
 ];
 
-/// The rules name what they forbid.
+/// The folder of the rules, which contain the names that they forbid.
 const SELF: &str = "xtask/src/tidy/";
 
 /// A broken rule.
@@ -87,7 +87,7 @@ struct Violation {
     message: String,
 }
 
-/// Returns the command line's entry.
+/// Runs `cargo xtask tidy`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let repository = workdir::repository();
     let mut violations = Vec::new();
@@ -130,14 +130,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     match violations.len() {
         0 => {
-            eprintln!("tidy: {} files, nothing to complain about", files.len());
+            eprintln!("tidy: {} files, no violations", files.len());
             Ok(())
         }
         count => bail!("tidy: {count} violation(s)"),
     }
 }
 
-/// Prints the counted places of one crate, sorted by file and line.
+/// Prints the ratchet's places of one crate, sorted by file and line.
 fn list(counted: &ratchet::Counted, name: &str) {
     let of_crate = counted.iter().filter(|((of, _), _)| of == name);
     let mut lines: Vec<_> = of_crate
@@ -151,7 +151,7 @@ fn list(counted: &ratchet::Counted, name: &str) {
     }
 }
 
-/// The counts of the ratchet, file by file.
+/// Collects the counts of the ratchet, file by file.
 struct Counts {
     crates: BTreeSet<String>,
     counted: ratchet::Counted,
@@ -190,7 +190,7 @@ impl Counts {
         self.counted.entry((name.to_owned(), pattern)).or_default().push(place);
     }
 
-    /// Returns all counts, with the circles and large types, which are complete only after the last file.
+    /// Returns all counts, with those of circles and large types, which need all files.
     fn finish(mut self) -> ratchet::Counted {
         for (name, types) in std::mem::take(&mut self.types) {
             for (file, size) in types.large() {
@@ -221,7 +221,7 @@ fn tracked(repository: &Path) -> Result<Vec<String>> {
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(ToOwned::to_owned).collect())
 }
 
-/// Returns every rule that needs only a file's name and text.
+/// Checks the rules that need only a file's name and text.
 fn check(file: &str, text: &str) -> Vec<Violation> {
     let mut found = Vec::new();
     if !file.ends_with(".rs") {
@@ -231,7 +231,7 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
         |line: usize, message: String| found.push(Violation { file: file.to_owned(), line, message });
     let within = |places: &[&str]| places.iter().any(|place| file.starts_with(place));
     let mut in_tests = file.contains("/tests/") || file.ends_with("tests.rs");
-    // What tests share is below codec, and stands for what others write.
+    // agent/testing is on a lower floor than codec, and simulates the writers of objects.
     let names_objects =
         within(&["agent/"]) && !within(&["agent/codec/", "agent/testing/"]) && text.contains("k8s_openapi::");
     for (index, line) in text.lines().enumerate() {
@@ -239,29 +239,29 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
         in_tests |= line.trim() == "#[cfg(test)]";
         let code = code_of(line);
         if is_unsafe(code) && !within(UNSAFE) && !file.starts_with(SELF) {
-            say(number, "unsafe is for agent/bpf and ebpf alone: use a safe wrapper (rustix)".to_owned());
+            say(number, "only agent/bpf and ebpf may use unsafe: use a safe wrapper (rustix)".to_owned());
         }
-        // Which type is read or written is not seen in a line, so such a file calls none of these.
+        // A line does not show the type that is read or written, so a file that names objects calls none of these.
         let of_serde = ["serde_json::from_", "serde_json::to_", "Deserializer::from_", "Serializer::new"];
         let of_objects = !in_tests && names_objects && !code.contains("Value");
         if of_objects && of_serde.iter().any(|name| code.contains(name)) {
             say(
                 number,
-                "Kubernetes objects have one reader and writer, agent/codec: ApiType, or data".to_owned(),
+                "only agent/codec reads and writes Kubernetes objects: use ApiType, or data".to_owned(),
             );
         }
         let bpf = ["aya::", "aya_obj::", "libbpf_rs::", "SYS_bpf"];
         if bpf.iter().any(|name| code.contains(name)) && !within(BPF) && !file.starts_with(SELF) {
-            say(number, "bpf(2) has one door, agent/bpf".to_owned());
+            say(number, "only agent/bpf calls bpf(2)".to_owned());
         }
         if !in_tests
             && within(&["agent/"])
             && !within(&["agent/cri/", "agent/proto/"])
             && code.contains("_service_client::")
         {
-            say(number, "the container runtime has one door, agent/cri".to_owned());
+            say(number, "only agent/cri calls the container runtime".to_owned());
         }
-        // A remedy for a person may name the place; a path to open must come from the door.
+        // A remedy in a message may name the folder; a path to open must come from agent/cgroups.
         let advice = code.contains("mount -t cgroup2");
         if !in_tests
             && within(&["agent/"])
@@ -269,37 +269,37 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
             && code.contains("/sys/fs/cgroup")
             && !advice
         {
-            say(number, "cgroup files have one writer, agent/cgroups: ask it for the path".to_owned());
+            say(number, "only agent/cgroups writes cgroup files: get the path from that crate".to_owned());
         }
         if !in_tests && within(&["agent/"]) && !within(MOUNTS) && code.contains("cri::Mount {") {
-            let message = "a file of the node that is mounted but counted on no disk is room without a limit: \
-                           model::disk::WritableFile";
+            let message = "no disk usage counts this mounted file of the node, so its size has no limit: \
+                           use model::disk::WritableFile";
             say(number, message.to_owned());
         }
-        // A file that uses it imports it, alone or in a list of several.
+        // A file imports `has_ended` alone or in a list.
         let of_phase = code.trim() == "has_ended," || code.contains("status::") && code.contains("has_ended");
         if within(&["agent/"]) && !within(PHASES) && !in_tests && of_phase {
-            say(
-                number,
-                "a final phase does not say that nothing of a pod runs: ask model::ended::Ended".to_owned(),
-            );
+            say(number, "a pod in a final phase may still run: use model::ended::Ended".to_owned());
         }
         if file.starts_with("agent/policy/src/") && !in_tests {
             for name in POLICY_FORBIDDEN.iter().filter(|name| code.contains(**name)) {
-                say(number, format!("{name}: a decision is a pure function of its arguments"));
+                say(
+                    number,
+                    format!("a decision is a pure function of its arguments and must not use {name}"),
+                );
             }
         }
     }
     found
 }
 
-/// Returns the line without its comment. A `//` inside a string cuts too much, never too little of what the rules
-/// look for in practice.
+/// Returns the line without its comment. A `//` inside a string also cuts the line; in practice the rest has nothing
+/// that the rules search for.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }
 
-/// Returns true if a line has unsafe code, not only the word, as in a string.
+/// Returns true if a line has unsafe code, not only the word (in a string, for instance).
 fn is_unsafe(code: &str) -> bool {
     ["unsafe {", "unsafe fn", "unsafe impl", "unsafe trait", "unsafe extern", "unsafe("]
         .iter()
@@ -307,7 +307,7 @@ fn is_unsafe(code: &str) -> bool {
         || code.trim_end().ends_with("unsafe")
 }
 
-/// No file may name the folder that this checkout happens to be in.
+/// Finds lines that name the folder of this checkout.
 fn check_machine_paths(file: &str, text: &str, repository: &Path) -> Vec<Violation> {
     let Some(parent) = repository.parent().filter(|parent| !is_common(parent)) else { return Vec::new() };
     let needle = format!("{}/", parent.display());
@@ -320,7 +320,7 @@ fn check_machine_paths(file: &str, text: &str, repository: &Path) -> Vec<Violati
     lines.map(say).collect()
 }
 
-/// Folders that every machine has, so that naming them says nothing about this one.
+/// Returns true for a folder that every machine has.
 fn is_common(path: &Path) -> bool {
     [
         "/", "/home", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp", "/usr", "/usr/src", "/var",
@@ -330,7 +330,7 @@ fn is_common(path: &Path) -> bool {
     .any(|common| path == Path::new(common))
 }
 
-/// Links between our own pages lead somewhere.
+/// Finds links between pages whose target does not exist.
 fn check_links(file: &str, text: &str, repository: &Path) -> Vec<Violation> {
     let folder = repository.join(file).parent().map(Path::to_path_buf).unwrap_or_default();
     let mut found = Vec::new();
@@ -339,7 +339,7 @@ fn check_links(file: &str, text: &str, repository: &Path) -> Vec<Violation> {
             let path = target.split(['#', ' ']).next().unwrap_or_default();
             let elsewhere = path.is_empty() || path.contains("://") || path.starts_with("mailto:");
             if !elsewhere && !folder.join(PathBuf::from(path)).exists() {
-                let message = format!("the link to {path} leads nowhere");
+                let message = format!("the target of the link does not exist: {path}");
                 found.push(Violation { file: file.to_owned(), line: index + 1, message });
             }
         }
@@ -352,7 +352,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_find_what_they_are_for_and_nothing_else() {
+    fn each_rule_finds_its_violations_only() {
         let check = |file: &str, text: &str, expected: &[usize]| {
             let lines: Vec<usize> = check(file, text).into_iter().map(|violation| violation.line).collect();
             assert_eq!(lines, expected, "{file}: {text}");
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn links_must_lead_to_a_file_of_the_repository() {
+    fn a_link_must_lead_to_a_file_of_the_repository() {
         let check = |text: &str, expected: usize| {
             assert_eq!(check_links("README.md", text, &workdir::repository()).len(), expected, "{text}");
         };

@@ -1,27 +1,27 @@
-//! Numbers from outside in sums: a time plus a length that is no constant goes by `After` in `base::clock`,
-//! and seconds become a `Duration` by `units::bounds`. `Instant + Duration` panics where the sum is beyond
-//! the type, and a pod may say `terminationGracePeriodSeconds: 9223372036854775807`.
+//! Checks sums with numbers from outside. Code adds a variable length to a time with `After` in `base::clock`, and
+//! converts seconds to a `Duration` with `units::bounds`. `Instant + Duration` panics if the sum overflows the type,
+//! and a pod may have `terminationGracePeriodSeconds: 9223372036854775807`.
 //!
-//! A rule of text knows no types: it goes by how times and lengths are called here. The clippy lint
-//! `arithmetic_side_effects` knows them, and is on where whole modules keep to it.
+//! A rule about text does not know types, so it recognises the usual names of times and lengths. The clippy lint
+//! `arithmetic_side_effects` knows types; the modules without such sums enable it.
 
 use anyhow::Result;
 use regex::Regex;
 
 use super::{Violation, code_of};
 
-/// Folders whose seconds are their own user's: settings, scenarios and arguments, bounded where they are read.
+/// Folders whose seconds come from the agent's user (settings, scenarios and arguments) and are checked when read.
 const OWN_SECONDS: &[&str] = &["agent/config/", "agent/plan/", "agent/cli/", "agent/units/src/bounds.rs"];
 
 /// The rule's patterns.
 pub(super) struct Numbers {
-    /// A time on the left of a sum, and all that follows.
+    /// A time on the left of a sum, and the rest of the line.
     of_time: Regex,
     /// A length on the right of a sum.
     of_length: Regex,
-    /// What needs no check: constants, and amounts that are written out.
+    /// Constants and literals, which need no check.
     constant: Regex,
-    /// Seconds that become a length.
+    /// Seconds that are converted to a length.
     seconds: Regex,
 }
 
@@ -41,7 +41,7 @@ impl Numbers {
         })
     }
 
-    /// Returns the sums of a file that can overflow.
+    /// Finds the sums and conversions of a file that can overflow.
     pub(super) fn check(&self, file: &str, text: &str) -> Vec<Violation> {
         let is_ours = file.starts_with("agent/") && file.ends_with(".rs");
         if !is_ours
@@ -67,7 +67,7 @@ impl Numbers {
         let is_bare = rest(&self.of_time).is_some_and(|rest| !self.constant.is_match(&rest));
         if is_bare || self.of_length.is_match(code) {
             return Some(
-                "a sum with a length that is no constant may overflow: base::clock::After, or saturating_add",
+                "a sum with a variable length may overflow: use base::clock::After, or saturating_add",
             );
         }
         let is_own = OWN_SECONDS.iter().any(|place| file.starts_with(place));
@@ -75,7 +75,7 @@ impl Numbers {
         let is_bounded = self.constant.is_match(&seconds)
             || seconds.contains(".as_secs()")
             || seconds.contains(".into())");
-        (!is_bounded).then_some("seconds from outside have bounds: units::bounds")
+        (!is_bounded).then_some("seconds from outside need bounds: use units::bounds")
     }
 }
 
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_with_lengths_of_others_are_found() {
+    fn sums_with_lengths_from_outside_are_found() {
         let numbers = Numbers::new().unwrap();
         let check = |code: &str, expected: bool| {
             let found = numbers.check("agent/pods/src/worker.rs", code);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_and_what_is_not_the_agent_may_add() {
+    fn tests_and_code_outside_the_agent_may_add() {
         let numbers = Numbers::new().unwrap();
         for file in
             ["agent/pods/src/status/tests.rs", "agent/tests/cli.rs", "tests/src/agent.rs", "agent/a.md"]

@@ -1,37 +1,37 @@
-//! Rules about what comes from outside: connections, and values that another program wrote.
+//! Rules about input from outside: connections, and values that another program wrote.
 
 use super::{Violation, code_of};
 
-/// What is found in the code of `agent/` outside tests, where it may be, and what to do instead.
+/// Code that `agent/` must not contain outside tests, the places that may contain it, and the message.
 const RULES: [(&str, &[&str], &str); 5] = [
     (
         "TcpListener::bind",
         &["agent/cli/"],
-        "a TCP server is made by base::room, with limits for strangers and for those who are known",
+        "use base::room for a TCP server: it limits the connections of unknown and of known clients",
     ),
     (
         "TcpSocket::new_",
         &["agent/base/src/room.rs"],
-        "a TCP server is made by base::room, with limits for strangers and for those who are known",
+        "use base::room for a TCP server: it limits the connections of unknown and of known clients",
     ),
     (
         "UnixListener::bind",
         &["agent/serve/src/socket.rs"],
-        "a server on a unix socket is made by the crate serve, which limits its connections",
+        "use the crate serve for a server on a unix socket: it limits the connections",
     ),
     (
         "\"].take()",
         &[],
-        "an index that is changed panics where the value is no object: get_mut(..).map(Value::take)",
+        "a mutable index panics if the value is not an object: use get_mut(..).map(Value::take)",
     ),
     (
         "auth_layer()",
         &["agent/cluster/src/kubeconfig.rs"],
-        "the library runs a kubeconfig's plugins without an end: cluster::kubeconfig takes them out first",
+        "the library runs a kubeconfig's plugins without a timeout: cluster::kubeconfig removes them first",
     ),
 ];
 
-/// Each line of a file of the agent's that breaks one of them.
+/// Finds the lines of an agent's file that break a rule.
 pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
     let is_concerned = file.starts_with("agent/") && file.ends_with(".rs");
     if !is_concerned || file.contains("/tests/") || file.ends_with("tests.rs") {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_find_what_they_are_for_and_nothing_else() {
+    fn each_rule_finds_its_violations_only() {
         let check = |file: &str, text: &str, expected: &[usize]| {
             let lines: Vec<usize> = check(file, text).into_iter().map(|violation| violation.line).collect();
             assert_eq!(lines, expected, "{file}: {text}");

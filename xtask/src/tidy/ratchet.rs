@@ -1,6 +1,6 @@
-//! Counts that may only fall. A rule that the tree breaks in thousands of places can't forbid them at once: the
-//! file `xtask/ratchet.toml` has today's count per crate and pattern. More than that is a violation. Less is one
-//! too, until `cargo xtask tidy --lower` has written the lower count, so that nothing climbs back.
+//! Checks counts that may only fall. A rule that the tree breaks in many places cannot forbid them at once, so the
+//! file `xtask/ratchet.toml` has the current count per crate and pattern. A higher count is a violation. A lower
+//! count is a violation too, until `cargo xtask tidy --lower` has written it, so that no count rises again.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
@@ -10,18 +10,18 @@ use std::time::SystemTime;
 
 /// The file of counts, from the repository's top folder.
 const FILE: &str = "xtask/ratchet.toml";
-/// Its head.
+/// The head of that file.
 const HEAD: &str = "\
-# Counts that may only fall (docs/style.md), one line per crate and pattern; a pattern without a line stands nowhere.
-# Written by `cargo xtask tidy --lower`. Where text moves to another crate, move its count by hand.
+# Counts that may only fall (docs/style.md), one line per crate and pattern; a missing line means zero.
+# `cargo xtask tidy --lower` writes this file. If text moves to another crate, move its count by hand.
 
 ";
 /// The pseudo-crate of all pages.
 const PAGES: &str = "docs";
-/// A violation names this many places.
+/// Maximum number of places in a violation's message.
 const SHOWN: usize = 8;
 
-/// A place that counts.
+/// A place that a pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) file: String,
@@ -31,10 +31,10 @@ pub(super) struct Place {
 
 /// All places by crate and pattern.
 pub(super) type Counted = BTreeMap<(String, &'static str), Vec<Place>>;
-/// The file's counts.
+/// The counts of `xtask/ratchet.toml`.
 type Allowed = BTreeMap<(String, String), usize>;
 
-/// Returns the crate that a file belongs to, by the folders that have a Cargo.toml: `pods`, `tests-base`, `docs`.
+/// Returns the name of a file's crate, which is the nearest folder with a Cargo.toml: `pods`, `tests-base`, `docs`.
 pub(super) fn crate_of(file: &str, crates: &BTreeSet<String>) -> Option<String> {
     if file.ends_with(".md") {
         return Some(PAGES.to_owned());
@@ -49,7 +49,7 @@ pub(super) fn crates(files: &[String]) -> BTreeSet<String> {
     files.iter().filter_map(|file| file.strip_suffix("/Cargo.toml")).map(ToOwned::to_owned).collect()
 }
 
-/// Compares the counts with the file's, or writes those that are lower into the file.
+/// Compares the counts with those of the file. `lower` first writes the lower counts to the file.
 pub(super) fn check(repository: &Path, counted: &Counted, lower: bool) -> Result<Vec<Violation>> {
     let path = repository.join(FILE);
     let text = path.exists().then(|| std::fs::read_to_string(&path)).transpose();
@@ -65,7 +65,7 @@ pub(super) fn check(repository: &Path, counted: &Counted, lower: bool) -> Result
     Ok(compare(counted, &allowed.unwrap_or_default(), repository))
 }
 
-/// `crate.pattern = count`, a line each.
+/// Parses lines of the form `crate.pattern = count`.
 fn parse(text: &str) -> Result<Allowed> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
     let entry = |line: &str| {
@@ -74,7 +74,7 @@ fn parse(text: &str) -> Result<Allowed> {
         Some(((name.to_owned(), pattern.to_owned()), count.parse().ok()?))
     };
     lines
-        .map(|line| entry(line).with_context(|| format!("{FILE} has a line that is no count: `{line}`")))
+        .map(|line| entry(line).with_context(|| format!("{FILE} has a line that is not a count: `{line}`")))
         .collect()
 }
 
@@ -84,7 +84,7 @@ fn format(allowed: &Allowed) -> String {
     HEAD.to_owned() + &allowed.iter().map(line).collect::<String>()
 }
 
-/// Returns the lower one of both counts; those of today where there was no file yet.
+/// Returns the lower of both counts for each crate and pattern; the current counts if the file is missing.
 fn lowered(counted: &Counted, allowed: Option<&Allowed>) -> Allowed {
     let of = |((name, pattern), places): (&(String, &'static str), &Vec<Place>)| {
         let key = (name.clone(), (*pattern).to_owned());
@@ -97,7 +97,7 @@ fn lowered(counted: &Counted, allowed: Option<&Allowed>) -> Allowed {
     counted.iter().filter_map(of).collect()
 }
 
-/// Returns a violation per count that is not the file's.
+/// Returns a violation per count that differs from the file's.
 fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Violation> {
     let mut found = Vec::new();
     for ((name, pattern), places) in counted {
@@ -113,7 +113,7 @@ fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Viola
         let count = count(name, pattern);
         if count < *limit {
             let message = format!(
-                "{name} has {pattern} {count} times, fewer than {limit}: `cargo xtask tidy --lower` keeps that"
+                "{name} has {pattern} {count} times, fewer than {limit}: `cargo xtask tidy --lower` records this"
             );
             found.push(Violation { file: FILE.to_owned(), line: 1, message });
         }
@@ -121,7 +121,7 @@ fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Viola
     found
 }
 
-/// Returns the places of the files that were changed last come first: there the new ones are.
+/// Returns the violation for a risen count. Places in recently changed files come first: new places are there.
 fn too_many(name: &str, pattern: &str, places: &[Place], limit: usize, repository: &Path) -> Violation {
     let changed = |file: &str| {
         let modified = std::fs::metadata(repository.join(file)).and_then(|found| found.modified());
@@ -136,7 +136,7 @@ fn too_many(name: &str, pattern: &str, places: &[Place], limit: usize, repositor
     let shown: String = shown.collect();
     let count = places.len();
     let message = format!(
-        "{name} has {pattern} {count} times, more than {limit} (docs/style.md); those in the files changed last:{shown}"
+        "{name} has {pattern} {count} times, more than {limit} (docs/style.md); most recently changed files first:{shown}"
     );
     let first = sorted.first();
     Violation {

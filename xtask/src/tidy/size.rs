@@ -1,19 +1,20 @@
-//! Sizes from which on a file or a type does more than one thing: 600 lines, and 15 methods over all files of a crate.
+//! Checks sizes above which a file or a type does more than one thing: 600 lines, and 15 methods in all files of a
+//! crate.
 
 use super::{circles, text};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Most lines of a file.
+/// Maximum number of lines of a file.
 pub(super) const LINES: usize = 600;
-/// Most methods of a type, without those of its traits.
+/// Maximum number of methods of a type, without those of its traits.
 const METHODS: usize = 15;
 
 /// The methods of a crate's types.
 #[derive(Debug, Default)]
 pub(super) struct Types {
-    /// The files that define a type of a name: several types may have one name.
+    /// The files that define a type, by its name: several types may have the same name.
     defined: BTreeMap<String, BTreeSet<String>>,
-    /// Methods by type and file.
+    /// Number of methods, by type and file.
     methods: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
@@ -49,7 +50,7 @@ impl Types {
         }
     }
 
-    /// The types with too many methods: a file of theirs, and the type with the number of its methods.
+    /// Returns the types with too many methods: the file that defines the type, and its name and number of methods.
     pub(super) fn large(&self) -> Vec<(String, String)> {
         let mut large = Vec::new();
         for (name, by_file) in &self.methods {
@@ -63,7 +64,7 @@ impl Types {
         large
     }
 
-    /// The file that defines the type of this name which `file` has methods of: the nearest one.
+    /// Returns the file that defines the type of the methods in `file`: the nearest file with a type of this name.
     fn home<'a>(&'a self, name: &str, file: &'a str) -> &'a str {
         let shared = |other: &&String| {
             other
@@ -77,7 +78,7 @@ impl Types {
     }
 }
 
-/// The name of the type that a line defines.
+/// Returns the name of the type that a line defines.
 fn definition(line: &str) -> Option<&str> {
     let line =
         line.strip_prefix("pub").map_or(line, |rest| rest.split_once(' ').map_or("", |(_, rest)| rest));
@@ -86,7 +87,7 @@ fn definition(line: &str) -> Option<&str> {
     Some(&rest[..end])
 }
 
-/// The type of an inherent `impl`, from its header; none for a trait's.
+/// Returns the type of an inherent `impl`, from its header; None for a trait's `impl`.
 fn subject(header: &str) -> Option<String> {
     let mut rest = header.strip_prefix("impl")?.trim_start();
     if rest.starts_with('<') {
@@ -122,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn methods_of_one_type_are_counted_over_its_files_and_traits_are_left_out() {
+    fn methods_of_a_type_are_counted_in_all_files_without_those_of_traits() {
         let methods = |count: usize| "    pub(crate) async fn f(&self) {}\n".repeat(count);
         let mut types = Types::default();
         let define = "pub struct Large<T> {}\npub(crate) struct Small;\n";
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn types_of_one_name_are_told_apart_by_the_nearest_definition() {
+    fn a_method_belongs_to_the_nearest_type_of_its_name() {
         let methods = "    fn f() {}\n".repeat(10);
         let mut types = Types::default();
         types.add("a/src/one/mod.rs", &format!("struct Same;\nimpl Same {{\n{methods}}}\n"));

@@ -1,34 +1,34 @@
-//! docs/style.md's one rule, as far as a machine can count: every sentence names its subject with the field's noun
-//! and has an active verb. Each pattern here is a sign of a sentence that breaks the rule. The tree has many such
-//! sentences, so the rule is a ratchet (`ratchet.rs`): counts only fall.
+//! Counts signs of sentences that break the language rule of docs/style.md: every sentence names its subject with the
+//! field's noun and has an active verb. The tree has many of these sentences, so the rule is a ratchet
+//! (`ratchet.rs`): counts only fall.
 
 use super::text::{self, Block, Kind};
 
-/// Pages that are made by commands, and the page that shows bad examples.
+/// Pages that commands generate, and the page that shows bad examples.
 const NOT_READ: &[&str] = &["docs/conformance.md", "docs/kernels.md", "docs/machines.md", "docs/style.md"];
 
-/// A doc comment begins with a noun or a verb, not with one of these.
+/// Words that must not begin a doc comment, which begins with a noun or a verb.
 const RELATIVES: &[&str] = &["what", "how", "where", "why", "who", "whose", "whom", "which", "whether"];
-/// A sentence begins with its subject, not with one of these.
+/// Words that must not begin a sentence, which begins with its subject.
 const NO_SUBJECT: &[&str] = &["what", "whoever", "nobody", "it", "one"];
-/// Parts of a program are not people.
+/// Words for people: parts of a program are not people.
 const PEOPLE: &[&str] = &["nobody", "somebody", "whoever", "whatever"];
 const TELL: &[&str] = &["tell", "tells", "told"];
-/// Verbs of a function that say nothing of the field.
+/// Verbs that name no action of the field.
 const VERBS: &[&str] = &["give", "look", "note", "put", "take", "tell", "told"];
-/// Fewer words are a name or a format, not a message.
+/// Minimum number of words of a message; a shorter literal is a name or a format.
 const MESSAGE: usize = 3;
 
-/// A place where a pattern stands.
+/// A place that a pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hit {
     pub(super) pattern: &'static str,
     pub(super) line: usize,
-    /// The words that match, and enough of what follows to be found again.
+    /// The matching words and the words after them, up to five, to help a reader find the place.
     pub(super) words: String,
 }
 
-/// Returns the patterns in one file.
+/// Finds the patterns in one file.
 pub(super) fn hits(file: &str, text: &str) -> Vec<Hit> {
     let mut found = Vec::new();
     if file.ends_with(".rs") {
@@ -41,7 +41,7 @@ pub(super) fn hits(file: &str, text: &str) -> Vec<Hit> {
     found
 }
 
-/// Returns the names of functions that begin with an empty verb.
+/// Finds the functions whose names begin with one of [`VERBS`].
 fn of_functions(code: &str) -> Vec<Hit> {
     let mut found = Vec::new();
     for (index, line) in code.lines().enumerate() {
@@ -64,7 +64,7 @@ struct Word<'a> {
     at: usize,
     word: &'a str,
     lower: String,
-    /// It begins a sentence.
+    /// True at the start of a sentence.
     begins: bool,
 }
 
@@ -110,7 +110,7 @@ fn of_block(block: &Block) -> Vec<Hit> {
     found
 }
 
-/// Returns the pattern that a word with its successor is.
+/// Returns the pattern that a word and the next word match.
 fn of_words(word: &str, next: &str) -> Option<&'static str> {
     match (word, next) {
         (word, _) if PEOPLE.contains(&word) => Some("person"),
@@ -123,7 +123,7 @@ fn of_words(word: &str, next: &str) -> Option<&'static str> {
     }
 }
 
-/// Returns the line with the same length, in which what stands between backticks is one word without a meaning.
+/// Returns the line with every byte between backticks replaced by an `x`.
 fn without_code(line: &str) -> String {
     let mut inside = false;
     let blank = |c: char| {
@@ -133,7 +133,7 @@ fn without_code(line: &str) -> String {
     line.chars().map(blank).collect()
 }
 
-/// Returns the words of a line. `begins`: the first one begins a sentence.
+/// Returns the words of a line. `begins` is true if the first word begins a sentence.
 fn words(line: &str, begins: bool, kind: Kind) -> Vec<Word<'_>> {
     let is_part = |c: char| c.is_alphanumeric() || matches!(c, '\'' | '-' | '_' | '’');
     let mut found: Vec<Word<'_>> = Vec::new();
@@ -148,7 +148,7 @@ fn words(line: &str, begins: bool, kind: Kind) -> Vec<Word<'_>> {
         found.push(Word { at: start, word, lower: word.to_lowercase(), begins });
         (end, at) = (start + length, start + length);
     }
-    // "is no longer" has a verb: the predicate is what follows.
+    // "is no longer" negates the following verb, not a noun.
     if let Some(index) =
         found.windows(3).position(|three| three[1].lower == "no" && three[2].lower == "longer")
     {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_people_and_empty_phrases_are_found_outside_code() {
+    fn words_for_people_and_empty_phrases_are_found_outside_code() {
         check("a.rs", "// the manager tells nobody\n", &[("tell", 1), ("person", 1)]);
         check("a.rs", "// `tell` and `nobody`\nlet nobody = tell();\n", &[]);
         check(

@@ -1,7 +1,7 @@
-//! A Rust source taken apart: blocks of comments, string literals, and the code without both. A rule about words
-//! must not read code, and a rule about code must not read words.
+//! Splits a Rust source into blocks of comments, string literals, and the code without both. A rule about words must
+//! not read code, and a rule about code must not read words.
 
-/// What kind of text a block is.
+/// The kind of a block of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A doc comment: `///` or `//!`.
@@ -14,7 +14,7 @@ pub(super) enum Kind {
     Page,
 }
 
-/// Consecutive lines of one text.
+/// Consecutive lines of the same kind.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) kind: Kind,
@@ -22,16 +22,16 @@ pub(super) struct Block {
     pub(super) lines: Vec<(usize, String)>,
 }
 
-/// A source taken apart.
+/// The parts of a source.
 #[derive(Debug, Default)]
 pub(super) struct Source {
     pub(super) blocks: Vec<Block>,
-    /// The code with its line breaks; a literal is `""` there, a comment is missing.
+    /// The code with its line breaks, with `""` for each literal and without comments.
     pub(super) code: String,
     line: usize,
 }
 
-/// Takes a Rust source apart.
+/// Splits a Rust source into its parts.
 pub(super) fn source(text: &str) -> Source {
     let mut source = Source { line: 1, ..Source::default() };
     let mut rest = text;
@@ -43,7 +43,7 @@ pub(super) fn source(text: &str) -> Source {
 }
 
 impl Source {
-    /// Takes one token from the start of `rest`. Returns the token's length.
+    /// Parses the token at the start of `rest`. Returns the token's length.
     fn token(&mut self, rest: &str, first: char) -> usize {
         if rest.starts_with("//") {
             return self.comment(rest);
@@ -65,7 +65,8 @@ impl Source {
         length
     }
 
-    /// Returns a line comment. A comment that follows one of its kind on the line before belongs to the same block.
+    /// Parses a line comment and returns its length. A comment that follows a comment of the same kind on the line
+    /// before joins its block.
     fn comment(&mut self, rest: &str) -> usize {
         let length = rest.find('\n').unwrap_or(rest.len());
         let text = &rest[..length];
@@ -86,7 +87,7 @@ impl Source {
         length
     }
 
-    /// A block of its own, which may have several lines.
+    /// Adds a separate block, which may have several lines.
     fn push(&mut self, kind: Kind, text: &str) {
         let lines = text.lines().enumerate().map(|(index, line)| {
             (self.line + index, line.trim_end_matches('\\').trim_matches(['/', '*', ' ']).to_owned())
@@ -125,7 +126,7 @@ fn quoted(rest: &str) -> usize {
     rest.len()
 }
 
-/// Returns the length of a character literal, or 1 for the mark of a lifetime.
+/// Returns the length of a character literal, or 1 for the quote of a lifetime.
 fn character(rest: &str) -> usize {
     let mut inner = rest.char_indices().skip(1);
     let Some((_, first)) = inner.next() else { return 1 };
@@ -136,7 +137,7 @@ fn character(rest: &str) -> usize {
     inner.next().filter(|(_, c)| *c == '\'').map_or(1, |(at, _)| at + 1)
 }
 
-/// Returns the length of a block comment with those inside it.
+/// Returns the length of a block comment, including nested comments.
 fn block_comment(rest: &str) -> usize {
     let (mut depth, mut at) = (0_usize, 0);
     while let Some(c) = rest[at..].chars().next() {
@@ -156,7 +157,7 @@ fn block_comment(rest: &str) -> usize {
     rest.len()
 }
 
-/// Returns the paragraphs of a page, without code blocks. A list item, a heading and a table row are paragraphs too.
+/// Returns the paragraphs of a page, without code blocks. A list item, a heading or a table row is a paragraph too.
 pub(super) fn page(text: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     let (mut fenced, mut indented, mut open) = (false, false, false);
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn literals_are_told_from_lifetimes_and_characters() {
+    fn literals_are_distinguished_from_lifetimes_and_characters() {
         let check = |text: &str, expected: &[&str], code: &str| {
             let found: Vec<String> = blocks(text).into_iter().map(|(_, _, text)| text).collect();
             assert_eq!(found, expected, "{text}");

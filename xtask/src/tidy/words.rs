@@ -1,33 +1,32 @@
-//! docs/style.md's words, as far as a machine can look for them: in the comments of sources and in pages.
+//! Checks the words of docs/style.md that a machine can find, in the comments of sources and in pages.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
 use regex::Regex;
 
-/// A comment is as wide as code is (rustfmt.toml's `max_width`).
+/// Maximum width of a comment line, the same as that of code (rustfmt.toml's `max_width`).
 const WIDEST: usize = 110;
 
-/// The page that shows what not to write.
+/// The page that shows bad examples.
 const STYLE: &str = "docs/style.md";
 
-/// Made by a command from what is checked in its source.
+/// A page that a command generates from texts that are checked in their sources.
 const MADE: &str = "docs/kernels.md";
 
-/// How many: a number in words or digits.
+/// The amount of a rate: a number in words or digits.
 const NUMBERS: &str =
     "one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundreds?|thousands?|[0-9][0-9,.]*";
 
-/// "once a second" is a rate, "once a connection was made" is none.
+/// The units after "once a": "once a second" is a rate, "once a connection was made" is not.
 const TIMES: &str = "second|minute|hour|day|week|month|year|tick|round|period|probe";
 
-/// Of what: a rate has one of these after "a".
+/// The units of a rate, which follow its "a".
 const UNITS: &str = "second|minute|hour|day|week|month|year|tick|round|period|step|change|call|look|probe|scrape|\
     pod|container|sandbox|worker|runtime|node|plugin|device|resource|volume|image|cgroup|namespace|process|thread|\
     CPU|core|machine|user|subscriber|connection|socket|request|message|event|file|folder|line|row|page|entry|record|\
     document|object|key|field|item|case|test|command|subcommand|kind|commit";
 
-/// Between a number and "a second" these make it something else than a rate: "one of a pod", "one that has a
-/// file".
+/// Words that cannot be the noun of a rate before its "a": "one of a pod", "one that has a file".
 const NO_NOUN: &[&str] = &[
     "about", "after", "all", "and", "are", "as", "at", "be", "become", "becomes", "been", "before", "behind",
     "beside", "below", "between", "but", "by", "can", "for", "from", "gets", "gives", "had", "has", "have",
@@ -37,7 +36,7 @@ const NO_NOUN: &[&str] = &[
     "wants", "were", "what", "when", "where", "which", "while", "who", "whose", "with", "within", "without",
 ];
 
-/// The rules, made once.
+/// The compiled rules.
 pub(super) struct Words {
     /// "once a second", "100 a second".
     adverb: Regex,
@@ -47,7 +46,8 @@ pub(super) struct Words {
 
 impl Words {
     pub(super) fn new() -> Result<Words> {
-        let make = |pattern: String| Regex::new(&pattern).context("a rule of tidy is no regular expression");
+        let make =
+            |pattern: String| Regex::new(&pattern).context("invalid regular expression in a rule of tidy");
         Ok(Words {
             adverb: make(format!(
                 r"(?i)\b(?:once an? (?:{TIMES})|(?:twice|times|[0-9]+) an? (?:{UNITS}))\b"
@@ -56,7 +56,7 @@ impl Words {
         })
     }
 
-    /// Returns the violations of one file.
+    /// Finds the violations in one file.
     pub(super) fn check(&self, file: &str, text: &str) -> Vec<Violation> {
         let is_source = file.ends_with(".rs");
         if !is_source && !file.ends_with(".md") || [STYLE, MADE].contains(&file) {
@@ -84,13 +84,13 @@ impl Words {
                 }
             }
             if is_too_wide(file, line) {
-                say(format!("a comment of {} columns; {WIDEST} are enough", line.chars().count()));
+                say(format!("the comment has {} columns; the maximum is {WIDEST}", line.chars().count()));
             }
         }
         found
     }
 
-    /// Returns a rate with "a" instead of "per".
+    /// Finds a rate with "a" instead of "per".
     fn rate<'a>(&self, words: &'a str) -> Option<&'a str> {
         let noun = self.noun.captures_iter(words).find(|found| {
             let last = found.get(1).map_or("", |word| word.as_str()).to_lowercase();
@@ -101,11 +101,11 @@ impl Words {
     }
 }
 
-/// Words that make a reader think of what is meant, and what to do about them.
+/// Phrases with an unclear meaning, and the advice for each.
 const RIDDLES: &[(&str, &str)] = &[
-    ("to be had", "say what is missing, or can't be read"),
-    ("ee the module's head", "rustdoc shows the item alone: say what it does"),
-    ("no harm if", "say \"harmless\""),
+    ("to be had", "name the thing that is missing or cannot be read"),
+    ("ee the module's head", "rustdoc shows the item alone: describe the item"),
+    ("no harm if", "write \"harmless\""),
 ];
 
 fn is_too_wide(file: &str, line: &str) -> bool {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_with_a_are_found_and_other_articles_left_alone() {
+    fn rates_with_a_are_found_and_other_articles_ignored() {
         let words = Words::new().unwrap();
         let check = |text: &str, expected: Option<&str>| assert_eq!(words.rate(text), expected, "{text}");
         check("// It looks once a second.", Some("once a second"));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn comments_and_pages_are_read_code_and_fences_are_not() {
+    fn comments_and_pages_are_read_but_not_code_and_fences() {
         let words = Words::new().unwrap();
         let lines = |file: &str, text: &str| {
             words.check(file, text).into_iter().map(|violation| violation.line).collect::<Vec<_>>()
