@@ -1,6 +1,6 @@
 //! Builds for another target than this machine's: a static binary, or another processor. rustup provides the
-//! target's standard library, which for musl contains a libc to link with. Debian provides the C compiler, which
-//! links the binary and compiles the C code of one dependency (ring).
+//! target's standard library, which for musl contains a libc to link with. Debian provides the C compiler,
+//! which links the binary and compiles the C code of one dependency (ring).
 
 use crate::{setup, shell};
 use anyhow::{Context as _, Result, bail};

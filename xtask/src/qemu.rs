@@ -1,7 +1,7 @@
 //! The emulator: the machine's own if it is new enough, otherwise one that xtask unpacks.
 //!
-//! The unpacked emulator comes from a newer Debian release. It lies in a folder below cargo's target folder,
-//! with the libraries that it was built with, and that folder's own loader starts it. xtask installs nothing.
+//! The unpacked emulator comes from a newer Debian release. A folder below cargo's target folder contains the
+//! emulator and its libraries, and the loader in that folder starts the emulator. xtask installs nothing.
 
 use crate::cross::Arch;
 use crate::rootfs::{self, Made};

@@ -47,8 +47,8 @@ const fn need(thing: &'static str, package: &'static str) -> Need {
     Need { thing, package }
 }
 
-/// Linking a Rust program needs a C compiler as the linker. A static program needs libc's archive, which is in
-/// libc6-dev.
+/// Linking a Rust program needs a C compiler as the linker. A static program needs libc's archive, which is
+/// in libc6-dev.
 const BUILD: &[Need] = &[need("cc", "gcc"), need("/usr/include/stdlib.h", "libc6-dev")];
 
 const DEMO: &[Need] = &[

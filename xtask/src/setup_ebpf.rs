@@ -1,7 +1,7 @@
-//! Finds or installs the tools that build the kernel programs. The first is bpf-linker: setup builds it once against
-//! the LLVM that rustc itself uses, because another LLVM could not read rustc's bitcode. The second is the sources
-//! of `core`, because the BPF target has no ready-made `core`. Both go to a cache folder of the user, so every clone
-//! finds them.
+//! Finds or installs the tools that build the kernel programs. The first is bpf-linker: setup builds it once
+//! against the LLVM that rustc itself uses, because another LLVM could not read rustc's bitcode. The second
+//! is the sources of `core`, because the BPF target has no ready-made `core`. Both go to a cache folder of
+//! the user, so every clone finds them.
 
 use crate::progress::Step;
 use crate::shell;

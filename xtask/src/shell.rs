@@ -4,7 +4,8 @@ use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::workdir;
 use std::process::{Command, ExitCode};
 
-/// Returns a command for the cargo that runs xtask, so the toolchain is the same, in the repository's top folder.
+/// Returns a command for the cargo that runs xtask, so the toolchain is the same, in the repository's top
+/// folder.
 pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(workdir::repository());

@@ -1,4 +1,5 @@
-//! The archive for any distribution: the files of the package with the static binary, to be unpacked at the root.
+//! The archive for any distribution: the files of the package with the static binary, to be unpacked at the
+//! root.
 
 use super::version;
 use crate::cross::Arch;

@@ -1,5 +1,5 @@
-//! The installed files and their paths: the binary, its units and configuration, the manual pages and completions
-//! that the binary itself writes, and the documentation.
+//! The installed files and their paths: the binary, its units and configuration, the manual pages and
+//! completions that the binary itself writes, and the documentation.
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
@@ -27,8 +27,8 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
 ];
 
-/// Returns all files by their paths from the root, sorted. `start` returns the command that starts `binary` on this
-/// machine, without arguments.
+/// Returns all files by their paths from the root, sorted. `start` returns the command that starts `binary`
+/// on this machine, without arguments.
 pub fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),

@@ -1,9 +1,9 @@
-//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: a Debian package,
-//! an archive with a static binary, a container image, a list of the binary's components (SBOM), and the checksums
-//! of all of them.
+//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: a Debian
+//! package, an archive with a static binary, a container image, a list of the binary's components (SBOM), and
+//! the checksums of all of them.
 //!
-//! The package and the archive contain the same files ([`layout`]). The same commit makes the same bytes: times are
-//! the commit's, owners are root.
+//! The package and the archive contain the same files ([`layout`]). The same commit makes the same bytes:
+//! times are the commit's, owners are root.
 
 mod archive;
 mod deb;
@@ -31,16 +31,16 @@ const PROFILE: &str = "dist";
 /// The image's name, which packaging/kubernetes uses.
 const IMAGE: &str = "localhost/beelet:latest";
 
-/// Makes the files of a release below target/package: a .deb, an archive with a static binary, a container image,
-/// an SBOM, and their checksums
+/// Makes the files of a release below target/package: a .deb, an archive with a static binary, a container
+/// image, an SBOM, and their checksums
 #[derive(clap::Args)]
 pub struct Args {
     /// The package's revision, which follows the version: 0.1.0-REVISION
     #[arg(long, value_name = "REVISION", default_value = "1")]
     revision: String,
 
-    /// Target processor [default: this machine's]. The Debian package for another processor contains the static
-    /// binary, and an emulator runs that binary to print the manual pages
+    /// Target processor [default: this machine's]. The Debian package for another processor contains the
+    /// static binary, and an emulator runs that binary to print the manual pages
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
 

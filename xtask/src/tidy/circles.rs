@@ -1,5 +1,6 @@
-//! Finds circles of files inside a crate: files that depend on each other, so a reader needs all of them. Cargo
-//! forbids circles of crates. Inside a crate, an arrow leads from a file to each file whose paths it names.
+//! Finds circles of files inside a crate: files that depend on each other, so a reader needs all of them.
+//! Cargo forbids circles of crates. Inside a crate, an arrow leads from a file to each file whose paths it
+//! names.
 
 use super::text;
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,7 +64,8 @@ impl Crate {
         found.into_iter().collect()
     }
 
-    /// Returns the modules that a module needs, without the modules above and below it, which have the same subject.
+    /// Returns the modules that a module needs, without the modules above and below it, which have the same
+    /// subject.
     fn arrows(&self, path: &Path, module: &Module) -> BTreeSet<&Path> {
         let targets = module.named.iter().filter_map(|named| self.resolve(named, 0));
         targets.filter(|target| !path.starts_with(target) && !target.starts_with(path)).collect()
@@ -134,7 +136,8 @@ fn absolute(path: &str, own: &Path) -> Option<Path> {
     Some(from)
 }
 
-/// Returns the paths of a `use` tree with their local names: `a::{b, c as d}` has `a::b` as `b` and `a::c` as `d`.
+/// Returns the paths of a `use` tree with their local names: `a::{b, c as d}` has `a::b` as `b` and `a::c` as
+/// `d`.
 fn leaves(tree: &str) -> Vec<(String, String)> {
     let tree = tree.trim();
     let Some((prefix, inner)) = tree.split_once('{') else {

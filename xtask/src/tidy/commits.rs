@@ -1,5 +1,5 @@
-//! Checks the subjects of commits that the main branch of the remote lacks: `area: imperative subject`, short enough
-//! for one line. In a clone without history or without a remote, the check does nothing.
+//! Checks the subjects of commits that the main branch of the remote lacks: `area: imperative subject`, short
+//! enough for one line. In a clone without history or without a remote, the check does nothing.
 
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -53,7 +53,8 @@ pub(super) fn check(repository: &Path, since: Option<&str>, files: &[String]) ->
     Ok(broken.collect())
 }
 
-/// Returns the areas that a subject may begin with: top folders, crates, and the first folders of their sources.
+/// Returns the areas that a subject may begin with: top folders, crates, and the first folders of their
+/// sources.
 fn areas(files: &[String]) -> BTreeSet<&str> {
     let folders = files.iter().filter_map(|file| Some(file.rsplit_once('/')?.0)).flat_map(|folder| {
         let top = folder.split('/').next();

@@ -1,5 +1,5 @@
-//! Checks that the agent's code outside its tests uses two doors: the door for starting programs, and the door for
-//! files in folders that other programs can write to.
+//! Checks that the agent's code outside its tests uses two doors: the door for starting programs, and the
+//! door for files in folders that other programs can write to.
 
 use super::{Violation, code_of};
 
@@ -12,12 +12,12 @@ const NOT_THE_AGENT: &[&str] =
 /// A module that contains only tests.
 const PACKAGING: &str = "agent/src/command/packaging.rs";
 
-/// Code that starts a program. clap has a type `Command` too, so `Command::new(` does not count in a file that uses
-/// clap.
+/// Code that starts a program. clap has a type `Command` too, so `Command::new(` does not count in a file
+/// that uses clap.
 const STARTS: &[&str] = &["process::Command", "std::process::{", "process::CommandExt", "Command::new("];
 
-/// Crates that have files in folders that containers, plugins or drivers can write to: the folders of pods, volumes,
-/// plugins, logs and CNI.
+/// Crates that have files in folders that containers, plugins or drivers can write to: the folders of pods,
+/// volumes, plugins, logs and CNI.
 const SHARING: &[&str] = &[
     "agent/cri/",
     "agent/csi/",

@@ -1,6 +1,6 @@
-//! Checks that all builds use one set of features. `cargo xtask` builds only this package or lab, the tests build all
-//! packages, and cargo enables the features that the chosen packages request. If two sets of a library differ, cargo
-//! builds and keeps that library, and each library that depends on it, twice.
+//! Checks that all builds use one set of features. `cargo xtask` builds only this package or lab, the tests
+//! build all packages, and cargo enables the features that the chosen packages request. If two sets of a
+//! library differ, cargo builds and keeps that library, and each library that depends on it, twice.
 
 use super::Violation;
 use crate::{shell, test};
@@ -35,13 +35,13 @@ fn tree(repository: &Path, selection: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Returns the features of each library with its version: the features of all its lines, because cargo prints the
-/// library of build scripts separately.
+/// Returns the features of each library with its version: the features of all its lines, because cargo prints
+/// the library of build scripts separately.
 fn features(tree: &str) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for line in tree.lines() {
-        // `NAME vVERSION (PATH OR KIND) FEATURE,FEATURE`; an empty part is missing. `(*)` follows if an earlier line
-        // already listed the library's dependencies.
+        // `NAME vVERSION (PATH OR KIND) FEATURE,FEATURE`; an empty part is missing. `(*)` follows if an
+        // earlier line already listed the library's dependencies.
         let line = line.strip_suffix("(*)").map_or(line, |line| line.strip_suffix(' ').unwrap_or(line));
         let mut blanks = line.match_indices(' ').map(|(at, _)| at);
         let end = blanks.nth(1).unwrap_or(line.len());

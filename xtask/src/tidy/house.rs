@@ -1,12 +1,14 @@
 //! Checks the walls of the house. ARCHITECTURE.md draws each crate below `agent/` with its floor; this module
-//! compares the drawing with the crates on disk and with every Cargo.toml. A crate uses only crates on lower floors.
+//! compares the drawing with the crates on disk and with every Cargo.toml. A crate uses only crates on lower
+//! floors.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Libraries that only the named crates may use, because these crates are the doors to the libraries' subjects.
+/// Libraries that only the named crates may use, because these crates are the doors to the libraries'
+/// subjects.
 const DOORS: &[(&str, &str)] = &[
     ("aya", "bpf"),
     ("aya-log", "bpf"),
@@ -17,8 +19,8 @@ const DOORS: &[(&str, &str)] = &[
     ("zbus", "systemd, testing"),
 ];
 
-/// Libraries that decisions may use: data types and their text forms, but nothing that waits, reads, measures or
-/// uses randomness.
+/// Libraries that decisions may use: data types and their text forms, but nothing that waits, reads, measures
+/// or uses randomness.
 const OF_POLICY: &[&str] = &[
     "base64",
     "beelet-units",
@@ -71,8 +73,8 @@ pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// Parses the crates of the drawing (`api/ purpose floor 5`) with their floors and lines. The daemon's own folder is
-/// `src`.
+/// Parses the crates of the drawing (`api/ purpose floor 5`) with their floors and lines. The daemon's own
+/// folder is `src`.
 fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     let mut all = BTreeMap::new();
     let mut open: Option<String> = None;

@@ -1,6 +1,6 @@
-//! `cargo xtask tidy`: checks the invariants of ARCHITECTURE.md that the compiler can't check, in the text of the
-//! files that git tracks or would add. A rule is a few lines here; each violation names its file, its line and the
-//! rule.
+//! `cargo xtask tidy`: checks the invariants of ARCHITECTURE.md that the compiler can't check, in the text of
+//! the files that git tracks or would add. A rule is a few lines here; each violation names its file, its
+//! line and the rule.
 
 mod circles;
 mod commits;
@@ -37,16 +37,16 @@ pub(crate) struct Args {
     since: Option<String>,
 }
 
-/// Places that may use the `unsafe` keyword: the code that calls the kernel, the test process that inherits a file
-/// descriptor, and the test process that filters its own system calls.
+/// Places that may use the `unsafe` keyword: the code that calls the kernel, the test process that inherits a
+/// file descriptor, and the test process that filters its own system calls.
 const UNSAFE: &[&str] =
     &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs", "tests/src/confine/sys.rs"];
 
 /// Folders that may use bpf(2), with any library.
 const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/libbpf/"];
 
-/// Files that may construct mounts for containers: the node's own files, whose list the measurement of disks also
-/// uses; volumes; the mounts that device plugins request.
+/// Files that may construct mounts for containers: the node's own files, whose list the measurement of disks
+/// also uses; volumes; the mounts that device plugins request.
 const MOUNTS: &[&str] =
     &["agent/model/src/disk.rs", "agent/volumes/src/lib.rs", "agent/devices/src/options.rs"];
 
@@ -62,8 +62,8 @@ const POLICY_FORBIDDEN: &[&str] = &[
     "Timestamp::now",
 ];
 
-/// Files that may test a phase for being final: those that display a pod, count its start, record its end, or adopt
-/// the API server's status. All others must ask whether a part of the pod still runs.
+/// Files that may test a phase for being final: those that display a pod, count its start, record its end, or
+/// adopt the API server's status. All others must ask whether a part of the pod still runs.
 const PHASES: &[&str] = &[
     "agent/api/src/grpc/containers/debug.rs",
     "agent/cli/src/until.rs",
@@ -241,7 +241,8 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
         if is_unsafe(code) && !within(UNSAFE) && !file.starts_with(SELF) {
             say(number, "only agent/bpf and ebpf may use unsafe: use a safe wrapper (rustix)".to_owned());
         }
-        // A line does not show the type that is read or written, so a file that names objects calls none of these.
+        // A line does not show the type that is read or written, so a file that names objects calls none of
+        // these.
         let of_serde = ["serde_json::from_", "serde_json::to_", "Deserializer::from_", "Serializer::new"];
         let of_objects = !in_tests && names_objects && !code.contains("Value");
         if of_objects && of_serde.iter().any(|name| code.contains(name)) {
@@ -293,8 +294,8 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
     found
 }
 
-/// Returns the line without its comment. A `//` inside a string also cuts the line; in practice the rest has nothing
-/// that the rules search for.
+/// Returns the line without its comment. A `//` inside a string also cuts the line; in practice the rest has
+/// nothing that the rules search for.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }

@@ -1,16 +1,17 @@
-//! Checks sums with numbers from outside. Code adds a variable length to a time with `After` in `base::clock`, and
-//! converts seconds to a `Duration` with `units::bounds`. `Instant + Duration` panics if the sum overflows the type,
-//! and a pod may have `terminationGracePeriodSeconds: 9223372036854775807`.
+//! Checks sums with numbers from outside. Code adds a variable length to a time with `After` in
+//! `base::clock`, and converts seconds to a `Duration` with `units::bounds`. `Instant + Duration` panics if
+//! the sum overflows the type, and a pod may have `terminationGracePeriodSeconds: 9223372036854775807`.
 //!
-//! A rule about text does not know types, so it recognises the usual names of times and lengths. The clippy lint
-//! `arithmetic_side_effects` knows types; the modules without such sums enable it.
+//! A rule about text does not know types, so it recognises the usual names of times and lengths. The clippy
+//! lint `arithmetic_side_effects` knows types; the modules without such sums enable it.
 
 use anyhow::Result;
 use regex::Regex;
 
 use super::{Violation, code_of};
 
-/// Folders whose seconds come from the agent's user (settings, scenarios and arguments) and are checked when read.
+/// Folders whose seconds come from the agent's user (settings, scenarios and arguments) and are checked when
+/// read.
 const OWN_SECONDS: &[&str] = &["agent/config/", "agent/plan/", "agent/cli/", "agent/units/src/bounds.rs"];
 
 /// The rule's patterns.

@@ -1,6 +1,7 @@
-//! Checks counts that may only fall. A rule that the tree breaks in many places cannot forbid them at once, so the
-//! file `xtask/ratchet.toml` has the current count per crate and pattern. A higher count is a violation. A lower
-//! count is a violation too, until `cargo xtask tidy --lower` has written it, so that no count rises again.
+//! Checks counts that may only fall. A rule that the tree breaks in many places cannot forbid them at once,
+//! so the file `xtask/ratchet.toml` has the current count per crate and pattern. A higher count is a
+//! violation. A lower count is a violation too, until `cargo xtask tidy --lower` has written it, so that no
+//! count rises again.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
@@ -34,7 +35,8 @@ pub(super) type Counted = BTreeMap<(String, &'static str), Vec<Place>>;
 /// The counts of `xtask/ratchet.toml`.
 type Allowed = BTreeMap<(String, String), usize>;
 
-/// Returns the name of a file's crate, which is the nearest folder with a Cargo.toml: `pods`, `tests-base`, `docs`.
+/// Returns the name of a file's crate, which is the nearest folder with a Cargo.toml: `pods`, `tests-base`,
+/// `docs`.
 pub(super) fn crate_of(file: &str, crates: &BTreeSet<String>) -> Option<String> {
     if file.ends_with(".md") {
         return Some(PAGES.to_owned());
@@ -121,7 +123,8 @@ fn compare(counted: &Counted, allowed: &Allowed, repository: &Path) -> Vec<Viola
     found
 }
 
-/// Returns the violation for a risen count. Places in recently changed files come first: new places are there.
+/// Returns the violation for a risen count. Places in recently changed files come first: new places are
+/// there.
 fn too_many(name: &str, pattern: &str, places: &[Place], limit: usize, repository: &Path) -> Violation {
     let changed = |file: &str| {
         let modified = std::fs::metadata(repository.join(file)).and_then(|found| found.modified());

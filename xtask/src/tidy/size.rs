@@ -1,5 +1,5 @@
-//! Checks sizes above which a file or a type does more than one thing: 600 lines, and 15 methods in all files of a
-//! crate.
+//! Checks sizes above which a file or a type does more than one thing: 600 lines, and 15 methods in all files
+//! of a crate.
 
 use super::{circles, text};
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,7 +50,8 @@ impl Types {
         }
     }
 
-    /// Returns the types with too many methods: the file that defines the type, and its name and number of methods.
+    /// Returns the types with too many methods: the file that defines the type, and its name and number of
+    /// methods.
     pub(super) fn large(&self) -> Vec<(String, String)> {
         let mut large = Vec::new();
         for (name, by_file) in &self.methods {
@@ -64,7 +65,8 @@ impl Types {
         large
     }
 
-    /// Returns the file that defines the type of the methods in `file`: the nearest file with a type of this name.
+    /// Returns the file that defines the type of the methods in `file`: the nearest file with a type of this
+    /// name.
     fn home<'a>(&'a self, name: &str, file: &'a str) -> &'a str {
         let shared = |other: &&String| {
             other

@@ -1,6 +1,6 @@
-//! Counts signs of sentences that break the language rule of docs/style.md: every sentence names its subject with the
-//! field's noun and has an active verb. The tree has many of these sentences, so the rule is a ratchet
-//! (`ratchet.rs`): counts only fall.
+//! Counts signs of sentences that break the language rule of docs/style.md: every sentence names its subject
+//! with the field's noun and has an active verb. The tree has many of these sentences, so the rule is a
+//! ratchet (`ratchet.rs`): counts only fall.
 
 use super::text::{self, Block, Kind};
 

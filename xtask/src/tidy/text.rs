@@ -1,5 +1,5 @@
-//! Splits a Rust source into blocks of comments, string literals, and the code without both. A rule about words must
-//! not read code, and a rule about code must not read words.
+//! Splits a Rust source into blocks of comments, string literals, and the code without both. A rule about
+//! words must not read code, and a rule about code must not read words.
 
 /// The kind of a block of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,8 +65,8 @@ impl Source {
         length
     }
 
-    /// Parses a line comment and returns its length. A comment that follows a comment of the same kind on the line
-    /// before joins its block.
+    /// Parses a line comment and returns its length. A comment that follows a comment of the same kind on the
+    /// line before joins its block.
     fn comment(&mut self, rest: &str) -> usize {
         let length = rest.find('\n').unwrap_or(rest.len());
         let text = &rest[..length];
@@ -157,7 +157,8 @@ fn block_comment(rest: &str) -> usize {
     rest.len()
 }
 
-/// Returns the paragraphs of a page, without code blocks. A list item, a heading or a table row is a paragraph too.
+/// Returns the paragraphs of a page, without code blocks. A list item, a heading or a table row is a
+/// paragraph too.
 pub(super) fn page(text: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     let (mut fenced, mut indented, mut open) = (false, false, false);

@@ -84,7 +84,7 @@ impl Words {
                 }
             }
             if is_too_wide(file, line) {
-                say(format!("the comment has {} columns; the maximum is {WIDEST}", line.chars().count()));
+                say(format!("a comment of {} columns; the maximum is {WIDEST}", line.chars().count()));
             }
         }
         found
