@@ -16,8 +16,8 @@
 //!
 //! Once:
 //! - `start_over_bare`: time from the first manifest of 100 pods applied at once to the start of the last
-//!   one's container, divided by the time of bare CRI calls for as many pods, [`AT_ONCE`] at once, whose
-//!   containers run the same, in turns. Both by the runtime's timestamps.
+//!   one's container, divided by the time of bare CRI calls for the same number of pods with the same
+//!   containers, [`AT_ONCE`] at once. Both by the runtime's timestamps; agent and bare calls take turns.
 //! - `half_ready`: from the first of these manifests until half of the pods are ready, polled once per
 //!   second.
 //! - `healthz`: response time of `/healthz` while pods are started.
@@ -59,7 +59,7 @@ const RELAUNCH: f64 = 2000.0;
 const OVER_BARE: f64 = 1.0 / 0.95;
 /// Bound of the p99, in milliseconds.
 const HEALTHZ: f64 = 100.0;
-/// Concurrent bare calls: with more, the two cores of a small machine only share them.
+/// Number of concurrent bare calls: a small machine with two cores is not faster with more.
 const AT_ONCE: usize = 8;
 /// Idle time before a measurement.
 pub(super) const REST: Duration = Duration::from_secs(15);

@@ -1,7 +1,7 @@
 //! Cost of devices: choosing devices for a container out of 1,000 on 8 NUMA nodes, and admitting pods with
 //! devices, beyond the plugin's own time (the time of a call by a client that does nothing else). The
 //! overhead consists of the decision, the hops between the agent's tasks, and the checkpoint. The checkpoint
-//! is written to memory here, so a disk's fsync is not included, as the row names say. A sample of an
+//! is written to memory here, so a disk's fsync is not included, as the row names indicate. A sample of an
 //! admission is the average of 100 pods. Measured by `bench/src/bin/devices.rs`, which contains the agent's
 //! own code.
 

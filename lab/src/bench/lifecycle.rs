@@ -219,7 +219,7 @@ pub(super) async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
 /// Kills a container's first process. If `watch`, polls the runtime until it reports the end.
 async fn end(socket: &Path, id: &str, watch: bool) -> Result<End> {
     let mut cri = Cri::connect(socket).await?;
-    // Queried beforehand, so that only the kill lies between the two times.
+    // The process is queried beforehand, so that only the kill lies between the two times.
     let pid = first_process(&mut cri, id).await?;
     let killed = now_ns();
     kill_process(pid, Signal::KILL)?;

@@ -1,4 +1,4 @@
-//! Boot of a VM: runs QEMU with a kernel and an initramfs until its end or its deadline. Uses software
+//! Boots a VM: runs QEMU with a kernel and an initramfs until its end or its deadline. Uses software
 //! emulation only, so that results are the same in a VM, in a container and on a laptop. Dropping the future
 //! kills the machine.
 

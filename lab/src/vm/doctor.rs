@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Findings of the doctor by the name of the check: the detail if it is well, otherwise the fault.
+/// Findings of the doctor by the name of the check: the detail of a passed check, otherwise the fault.
 pub(super) type Findings = BTreeMap<String, Result<String, String>>;
 
 #[derive(Deserialize)]

@@ -1,5 +1,5 @@
-//! Finds the programs that a guest needs in an unpacked system of another processor. Its programs cannot be
-//! run here, so libraries are found like a loader finds them, by reading the programs.
+//! Finds the programs that a guest needs in an unpacked system for another processor. This machine cannot run
+//! the system's programs, so this module finds their libraries as a loader does, by reading the programs.
 
 use anyhow::{Context as _, Result, bail};
 use object::read::elf::{ElfFile64, ProgramHeader as _};
@@ -7,7 +7,7 @@ use object::{Endianness, elf};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Folders of programs and of libraries in such a system. Some are links to others.
+/// Folders of programs and of libraries in an unpacked system. Some are links to others.
 const PROGRAMS: &[&str] = &["usr/sbin", "usr/bin", "sbin", "bin"];
 const LIBRARIES: &[&str] = &["usr/lib", "lib"];
 

@@ -20,8 +20,8 @@ pub(super) const RUN: &str = include_str!("guest/run");
 
 const INIT: &str = include_str!("guest/init");
 
-/// Time limit of a test in seconds; an emulated machine is slow, and slower next to another one: a test with
-/// three thousand cgroups then takes more than five minutes on arm64.
+/// Time limit of a test in seconds. An emulated machine is slow, and slower while another one runs: a test
+/// with three thousand cgroups then takes more than five minutes on arm64.
 pub(super) const TEST_LIMIT: &str = "900";
 
 /// Modules loaded at the start of every guest. The kernel loads others on demand.
@@ -55,8 +55,8 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     })
 }
 
-/// Returns all files except the modules. Files that are not ours come from this machine, or from a foreign
-/// system in the folder `system`.
+/// Returns all files except the modules. Files that beelet does not build come from this machine, or from a
+/// foreign system in the folder `system`.
 fn tree(programs: &Programs, system: Option<&Path>) -> Result<Tree> {
     let mut tree = Tree::default();
     for folder in ["dev", "proc", "sys", "tmp", "run", "root", "etc", "mnt", "var/lib", "var/log", "usr/bin"]

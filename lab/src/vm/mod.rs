@@ -1,7 +1,7 @@
 //! `cargo xtask vm`: runs the tests that depend on the kernel with other kernels than this machine's. Each
 //! kernel is booted once, in a VM under software emulation, with an initramfs that contains only busybox, the
 //! static test programs and the agent. All files are created under `vm/` in cargo's target folder; the
-//! machine is not changed.
+//! command does not change the machine.
 
 mod boot;
 mod doctor;

@@ -19,7 +19,7 @@ const INTEGRATION: &[&str] = &["kernel", "cgroups"];
 const UNIT: &[(&str, &str, &str)] =
     &[("beelet-bpf", "beelet_bpf", ""), ("beelet-tests", "beelet_tests", "guards::")];
 
-/// Programs that tests start, in addition to busybox's. Tests that need a missing one report it.
+/// Programs that tests start, in addition to busybox's. A test that needs a missing program reports it.
 pub(super) const BORROWED: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
 
 /// Programs built for the guests.

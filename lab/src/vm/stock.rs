@@ -1,7 +1,7 @@
 //! Stock machine: an unmodified Debian with its own kernel and all its modules, systemd as process 1,
 //! AppArmor, its containerd, two NUMA nodes, swap, huge pages and a disk with project quotas. The agent is
-//! installed from our package, as by an administrator; `check.sh` runs there as a unit, and its results are
-//! read from the disk when the machine is off.
+//! installed from beelet's package, as an administrator would do. `check.sh` runs there as a unit, and the
+//! lab reads its results from the disk when the machine is off.
 //!
 //! The machine is booted twice: the first boot ends with `systemctl poweroff`, which is part of the checks.
 //!
@@ -89,8 +89,9 @@ impl Clock {
 }
 
 /// Processor with all features that QEMU can emulate, except those that make programs copy and clear memory
-/// byte by byte with one instruction: that is fast in hardware, but an emulator whose clock counts
-/// instructions leaves its loop at every byte. Without them a machine boots in two thirds of the time.
+/// byte by byte with one instruction: this is fast in hardware, but an emulator whose clock counts
+/// instructions leaves its loop at every byte. Without these features a machine boots in two thirds of the
+/// time.
 const CPU: &str = "max,erms=off,fsrm=off,fzrm=off,fsrs=off,fsrc=off";
 
 const CHECK: &str = include_str!("stock/check.sh");

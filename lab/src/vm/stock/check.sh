@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs in a stock machine, as a unit, at each of its two boots: checks the agent's package, and an agent with
-# the machine's cgroup driver. Prints `ok NAME`, `FAIL NAME: why`, `skip NAME: why` and `# …` for comments. The last line of the second boot is `done`.
+# the machine's cgroup driver. Prints `ok NAME`, `FAIL NAME: why`, `skip NAME: why` and `# …` for comments. The last
+# line of the second boot is `done`.
 export LC_ALL=C PATH=/usr/sbin:/usr/bin:/sbin:/bin
 cd /check || exit 1
 rm -f going-down
@@ -233,7 +234,7 @@ came_up() {
     journalctl -b -1 -u beelet.service --no-pager -o cat >last-boot.log 2>/dev/null
     grep -q 'the machine may go down' last-boot.log && ok "the machine waited for the agent" ||
         fail "the machine waited for the agent" "$(tail -n 2 last-boot.log | tr '\n' ' ')"
-    grep -iE 'shut|pods are ended|may go down|logind' last-boot.log | tail -n 12 | sed 's/^/# /'
+    grep -iE 'shut|pods have ended|may go down|logind' last-boot.log | tail -n 12 | sed 's/^/# /'
     record=/var/lib/beelet/node-shutdown.json
     grep -q '"ended": *"' $record && ok "the record of the shutdown is complete" ||
         fail "the record of the shutdown is complete" "$(cat $record 2>&1)"
@@ -349,8 +350,8 @@ systemd_driver() {
         "$(property kubepods.slice CPUWeight) $(property kubepods.slice MemoryMax)"
     same "the runtime's scopes are in the pod's slice" "${b##*/}" "$(property "$(basename "$(ls -d "$b"/*.scope | head -n 1)")" Slice)"
 
-    # A daemon-reload reverts no property, with the agent stopped so that it cannot restore anything. Not
-    # properties in systemd 252: memory.oom.group, and runc's own memory.swap.max (runc sets no property for 0).
+    # A daemon-reload reverts no property; the agent is stopped, so it cannot restore any. In systemd 252,
+    # memory.oom.group is not a property, nor is runc's own memory.swap.max (runc sets no property for 0).
     kept() { values | grep -v -e /memory.oom.group -e '\.scope/memory.swap.max'; }
     kept >before
     kill -STOP "$(agent)"; systemctl daemon-reload; sleep 2; kept >after; kill -CONT "$(agent)"
@@ -372,7 +373,7 @@ systemd_driver() {
     until_true "a changed property is restored" holds "$g"/cpu.weight 20
     same "systemd has the restored property" 20 "$(property "${g##*/}" CPUWeight)"
 
-    # In place, in both directions.
+    # A pod is resized in place, in both directions.
     before=$(containers)
     manifest guaranteed '{limits: {cpu: 700m, memory: 96Mi}}'
     until_true "a resize up reaches the pod" holds "$g"/memory.max 100663296
@@ -383,7 +384,7 @@ systemd_driver() {
     until_true "a lower quota reaches the pod" holds "$g"/cpu.max "40000 100000"
     same "no container was restarted by a resize" "$before" "$(containers)"
 
-    # The bus is stopped and does not answer.
+    # A stopped bus does not answer.
     bus=$(property dbus.service MainPID)
     kill -STOP "$bus"
     manifest burstable '{requests: {cpu: 250m, memory: 32Mi}, limits: {cpu: 300m, memory: 160Mi}}'
@@ -409,7 +410,7 @@ systemd_driver() {
     until_true "an adopted pod is resized" holds "$b"/memory.max 234881024
     same "no container was restarted by kill -9" "$before" "$(containers)"
 
-    # The end of pods.
+    # Pods are terminated.
     rm $manifests/besteffort.yaml $manifests/guaranteed.yaml
     gone() { [ ! -e "$1" ]; }
     until_true "a removed Guaranteed pod's slice is removed" gone "$g"
