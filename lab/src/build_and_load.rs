@@ -41,8 +41,8 @@ struct Place {
 }
 
 impl Place {
-    /// Returns the file that records, across runs, that we mounted the bpf file system. Outside of it, as
-    /// bpffs cannot hold regular files.
+    /// Returns the file that records, across runs, that this command mounted the bpf file system. The file is
+    /// outside of that file system, because bpffs cannot contain regular files.
     fn mark(&self) -> PathBuf {
         let name: String = self
             .bpffs

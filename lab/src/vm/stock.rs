@@ -264,7 +264,7 @@ podsDir: /srv/pods/beelet
 ";
 
 fn agent_config(stock: &Stock, driver: &str) -> String {
-    // Cgroup v1 does not support it.
+    // Cgroup v1 does not support this setting.
     let qos = if stock.cgroups == "v2" { "memoryReservationPolicy: TieredReservation" } else { "" };
     AGENT_CONFIG.replace("DRIVER", driver).replace("QOS", qos)
 }
