@@ -1,4 +1,4 @@
-//! The cgroup values of a node with 500 pods, and the reading of quantities that they rest on.
+//! Benches of the cgroup values of a node with 500 pods, and of parsing the quantities for them.
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::hint::black_box;

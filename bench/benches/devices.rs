@@ -1,4 +1,4 @@
-//! Devices and probes: what one allocation, one checkpoint and one probe outcome cost.
+//! Benches of devices and probes: one allocation, one checkpoint, one probe outcome.
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::{hint::black_box, time::Duration};
@@ -14,7 +14,7 @@ use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 
 const RESOURCE: &str = "example.com/gpu";
 
-/// 512 devices on 8 NUMA nodes, 100 pods that hold two each.
+/// Returns a ledger of 512 devices on 8 NUMA nodes, with 100 pods that hold two devices each.
 fn ledger() -> Devices {
     let mut devices = Devices::default();
     devices.register(RESOURCE, PluginOptions::default());

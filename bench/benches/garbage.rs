@@ -1,4 +1,5 @@
-//! Garbage collection. Bounds: image GC over 10,000 images 10 ms, container GC over 33,000 containers 100 ms.
+//! Benches of garbage collection. Bounds: image GC over 10,000 images 10 ms, container GC over 33,000
+//! containers 100 ms.
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::{
@@ -39,7 +40,7 @@ fn images() -> Vec<ImageRecord> {
     (0..IMAGES).map(record).collect()
 }
 
-/// A whole run: every image that may go goes.
+/// Runs a whole collection, which removes every image that may be removed.
 fn collect(policy: &ImageGcPolicy, images: &[ImageRecord], in_use: &HashSet<&str>) -> usize {
     let mut run = Collection::new(policy, CollectionMode::Policy { began: None }, now(), images, in_use);
     loop {

@@ -1,4 +1,4 @@
-//! Preemption over 1,000 pods. Bounds: policy kubelet, 10 victims 0.3 ms, 1,000 victims 5 ms.
+//! Benches of preemption over 1,000 pods. Bounds: policy kubelet, 10 victims 0.3 ms, 1,000 victims 5 ms.
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::hint::black_box;
@@ -11,7 +11,7 @@ use serde_json::json;
 
 const PODS: u64 = 1_000;
 
-/// Pods of every QoS class, with two containers each and amounts as they come in real manifests.
+/// Returns pods of every QoS class, with two containers each and amounts as in real manifests.
 fn pods() -> Vec<Pod> {
     let mut numbers = Numbers::new(1);
     (0..PODS).map(|index| pod(index, &mut numbers)).collect()
@@ -40,7 +40,7 @@ fn critical() -> Pod {
     .expect("a pod")
 }
 
-/// As much of each resource as makes `policy` take about so many of the pods.
+/// Returns the amounts for which the policy evicts about `victims` pods.
 fn requirements(victims: u64) -> Vec<Requirement> {
     let amount = |resource: &str, each: u64| Requirement {
         resource: resource.to_owned(),
@@ -62,11 +62,11 @@ fn preemption(c: &mut Criterion) {
     for (name, policy, requirements) in &cases {
         let victims = preempt(&critical, &pods, requirements, *policy).expect("quantities").victims.len();
         println!("{name}: {victims} victims");
-        // From the manifests on: what a decision costs where nothing is kept.
+        // From the manifests: the cost of a decision without kept values.
         group.bench_function(*name, |b| {
             b.iter(|| preempt(&critical, black_box(&pods), requirements, *policy));
         });
-        // From the pods as they are kept while they run.
+        // From the values that the agent keeps for running pods.
         let read = |(index, pod)| Candidate::read(index, pod, &critical, requirements).expect("quantities");
         let candidates: Vec<_> = pods.iter().enumerate().filter_map(read).collect();
         group.bench_function(format!("{name}, pods read before"), |b| {

@@ -1,4 +1,4 @@
-//! Eviction: ranking 1,000 pods. Bound: 1 ms.
+//! Benches of eviction: ranking 1,000 pods. Bound: 1 ms.
 #![allow(missing_docs, reason = "criterion's macros make public functions")]
 
 use std::hint::black_box;
@@ -62,7 +62,7 @@ fn ranking(c: &mut Criterion) {
             b.iter(|| victim(&rank(signal, DiskLayout::Single, black_box(&ready)), &ready));
         });
     }
-    c.bench_function("eviction ranking of 1,000 pods by memory, their requests read anew", |b| {
+    c.bench_function("eviction ranking of 1,000 pods by memory, their requests parsed again", |b| {
         b.iter(|| rank(Signal::MemoryAvailable, DiskLayout::Single, &candidates(black_box(&pods))).len());
     });
 }

@@ -1,17 +1,17 @@
 //! Data for the benches.
 
-/// Numbers that look random and are the same in every run (SplitMix64).
+/// Pseudo-random numbers, the same in every run (SplitMix64).
 #[derive(Debug, Clone)]
 pub struct Numbers(u64);
 
 impl Numbers {
-    /// A sequence; another seed, another sequence.
+    /// Returns the sequence of this seed.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next number below `end` (0 if `end` is 0).
+    /// Returns the next number below `end` (0 if `end` is 0).
     pub const fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -1,12 +1,12 @@
-//! What devices cost: the decision alone, for one resource and for two that must come from the same NUMA
-//! node, and a whole admission beyond the plugin's own time. Run by `cargo xtask bench devices`; prints one
-//! JSON object with the samples, in milliseconds.
+//! Measures the cost of devices: the decision alone, for one resource and for two that must come from the
+//! same NUMA node, and a whole admission without the plugin's own time. `cargo xtask bench devices` runs this
+//! program, which prints one JSON object with the samples, in milliseconds.
 //!
-//! The plugin is served from here, on a thread of its own, over the real sockets. Its own time is what it
-//! takes to answer a client that does nothing else, measured beside each admission. The checkpoint is written
-//! as always, but to memory: how long a disk takes to have it is the disk's.
+//! A thread of this program serves the plugin over the real sockets. The plugin's own time is the time of an
+//! answer to a client that does nothing else, measured after each admission. The checkpoint is written as
+//! usual, but to memory, so the time of a disk is not included.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a bench: whatever is wrong ends it
+#![allow(clippy::unwrap_used, clippy::panic)] // a bench: any fault ends it
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,12 +30,12 @@ use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Request, Response, Status};
 
 const RESOURCE: &str = "example.com/gpu";
-/// A second resource, of as many devices on as many nodes.
+/// A second resource, with the same number of devices and nodes.
 const SECOND: &str = "example.com/nic";
 const DEVICES: usize = 1000;
 const NODES: usize = 8;
 const PODS: usize = 100;
-/// Devices that each of them holds.
+/// Number of devices of each pod.
 const PER_POD: usize = 5;
 
 fn milliseconds(took: Duration) -> f64 {
@@ -58,7 +58,7 @@ fn main() {
     );
 }
 
-/// A ledger of 1,000 devices of each resource on 8 nodes, of which pods hold half.
+/// Returns a ledger of 1,000 devices of each resource on 8 nodes; pods hold half of the devices.
 fn ledger(resources: &[&str]) -> policy::Devices {
     let mut devices = policy::Devices::default();
     for resource in resources {
@@ -76,7 +76,7 @@ fn ledger(resources: &[&str]) -> policy::Devices {
     devices
 }
 
-/// One pod's admission up to the plugin's answer.
+/// Decides the admission of one pod, up to the plugin's answer.
 fn decide(
     devices: &mut policy::Devices,
     uid: &str,
@@ -97,7 +97,7 @@ fn decide(
             }
             Next::Allocate { .. } => admission.allocated(devices, Vec::new()),
             Next::Done => return,
-            Next::Ask { .. } => panic!("nobody to ask"),
+            Next::Ask { .. } => panic!("the plugin has no preferences"),
         }
     }
 }
@@ -118,7 +118,7 @@ fn decisions(rounds: usize, resources: &[&str], policies: &[TopologyPolicy]) -> 
     samples
 }
 
-/// A plugin that answers at once.
+/// A plugin that answers immediately.
 struct Plugin;
 
 #[tonic::async_trait]
@@ -156,7 +156,7 @@ impl DevicePlugin for Plugin {
         &self,
         _request: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
-        Err(Status::unimplemented("it has no preferences"))
+        Err(Status::unimplemented("the plugin has no preferences"))
     }
 
     async fn allocate(
@@ -179,7 +179,7 @@ impl DevicePlugin for Plugin {
     }
 }
 
-/// Serves the plugin and registers it, on a thread of its own.
+/// Serves the plugin and registers it, on a separate thread.
 fn serve(dir: PathBuf) {
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -204,7 +204,7 @@ async fn register(socket: &Path) {
     api::registration_client::RegistrationClient::new(channel).register(request).await.unwrap();
 }
 
-/// What a pod's admission asks the plugin for.
+/// Returns the request that a pod's admission sends to the plugin.
 fn wish() -> api::AllocateRequest {
     let devices_ids = (0..PER_POD).map(id).collect();
     api::AllocateRequest { container_requests: vec![api::ContainerAllocateRequest { devices_ids }] }
@@ -222,14 +222,14 @@ fn pod(number: usize) -> Arc<Pod> {
     Arc::new(serde_json::from_value(pod).unwrap())
 }
 
-/// 100 pods admitted one after the other, in each round: what each took on average, without what the plugin
-/// takes to answer. No disk is in it.
+/// Admits 100 pods one after the other in each round. Returns the average time of an admission per round,
+/// without the plugin's own time and without a disk.
 fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    // As the agent has it.
+    // The same runtime as the agent's.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let folder = dir.path().to_owned();
-    // A task, as each pod's worker is one.
+    // A task, like each pod's worker.
     let admitting = runtime.spawn(async move {
         let settings = Settings { policy, ..Settings::new(folder.clone()) };
         let plugins = folder.join("device-plugins");

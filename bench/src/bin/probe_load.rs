@@ -1,18 +1,21 @@
-//! Drives the agent's probes, and nothing else of it, in a network namespace of its own: what they cost and
-//! how soon they see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object per line.
+//! Measures the cost and the reaction time of the agent's probes alone, in their own network namespace.
+//! `cargo xtask bench probes` runs this program and compares its output, one JSON object per line, with the
+//! bounds.
 //!
-//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: NUMBER probes (KIND: kernel, connect, http or exec)
-//!   against as many listeners, or containers of a fake runtime, of another process; what this process uses
-//!   of a CPU in each second, which connections it makes, which sockets there were before and are after.
-//! - `probe_load edges MODE ROUNDS`: from listen(2), close(2) and kill -9 to the change of readiness. In
-//!   kernel mode with the settings that a probe has by default, in connect mode with looks a second apart
-//!   that are believed at once.
-//! - `probe_load hang MODE ROUNDS`: from a hung application's first connection to the change of readiness. In
-//!   kernel mode there is one connection, in connect mode come 100 per second, until the queue is full:
-//!   before that, connect() sees nothing.
-//! - `probe_load jitter MODE OTHERS ROUNDS`: how far the looks of a probe with a period of 100 ms are from
-//!   their places, beside OTHERS probes with a period of a second.
-//! - `probe_load look NUMBER`: what one look at NUMBER ports costs, by the lookup program and by sock_diag.
+//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: runs NUMBER probes (KIND: kernel, connect, http or
+//!   exec) against that number of listeners, or of containers of a fake runtime, in another process. Prints
+//!   the CPU use of this process in each second, the number of its connections, and the sockets before and
+//!   after.
+//! - `probe_load edges MODE ROUNDS`: the time from listen(2), close(2) and kill -9 to the change of
+//!   readiness. In kernel mode, the probe has the default settings; in connect mode, a period of one second
+//!   and thresholds of 1.
+//! - `probe_load hang MODE ROUNDS`: the time from a hung application's first connection to the change of
+//!   readiness. In kernel mode there is one connection. In connect mode there are 100 new connections per
+//!   second until the queue is full: before that, connect() succeeds.
+//! - `probe_load jitter MODE OTHERS ROUNDS`: the deviation of the checks of a probe with a period of 100 ms
+//!   from their schedule, next to OTHERS probes with a period of a second.
+//! - `probe_load lookup NUMBER`: the cost of one lookup of NUMBER ports, by the lookup program and by
+//!   sock_diag.
 //! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
 use anyhow::{Context as _, Result, bail};
@@ -66,12 +69,12 @@ fn main() -> Result<()> {
         ["edges", mode, rounds] => edges(&place, mode, rounds.parse()?),
         ["hang", mode, rounds] => hangs(&place, mode, rounds.parse()?),
         ["jitter", mode, others, rounds] => jitter(&place, mode, others.parse()?, rounds.parse()?),
-        ["look", number] => look(&place, number.parse()?),
-        _ => bail!("usage: see the head of bench/src/bin/probe_load.rs"),
+        ["lookup", number] => lookup(&place, number.parse()?),
+        _ => bail!("unknown arguments; see the head of bench/src/bin/probe_load.rs"),
     }
 }
 
-/// Where it all happens: nothing of the machine is touched, and no other connection is counted.
+/// The environment of a measurement, separate from the machine's, so that no other connection is counted.
 struct Place {
     cgroup: CgroupRoot,
     bpffs: Mount,
@@ -80,13 +83,14 @@ struct Place {
 }
 
 impl Place {
-    /// Makes the namespace and moves this process into it: it must have no other thread yet.
+    /// Creates the namespace and moves this process there. The process must not have a second thread yet.
     fn new() -> Result<Place> {
         let name = unique("probe-load");
         let (cgroup, netns) = (CgroupRoot::new(&name)?, NetNs::new(&name)?);
         let file = std::fs::File::open(netns.path())?;
         let kind = rustix::thread::LinkNameSpaceType::Network;
-        rustix::thread::move_into_link_name_space(file.as_fd(), Some(kind)).context("could not enter it")?;
+        rustix::thread::move_into_link_name_space(file.as_fd(), Some(kind))
+            .context("cannot enter the network namespace")?;
         let folder = tempfile::tempdir()?;
         let bpffs = Mount::bpffs(&folder.path().join("bpf"))?;
         Ok(Place { cgroup, bpffs, _netns: netns, _folder: folder })
@@ -102,7 +106,7 @@ impl Place {
     }
 }
 
-/// This program once more, doing something else; it ends with this value.
+/// Another process of this program with other arguments, killed when this value is dropped.
 struct Other {
     child: Process,
     input: ChildStdin,
@@ -119,7 +123,7 @@ impl Other {
         Ok(Other { child, input, output })
     }
 
-    /// The next line that it prints.
+    /// Returns the next line of its output.
     fn line(&mut self) -> Result<String> {
         let mut line = String::new();
         if self.output.read_line(&mut line)? == 0 {
@@ -134,14 +138,14 @@ impl Other {
     }
 }
 
-/// Another process that listens on as many ports.
+/// Starts another process that listens on `number` ports.
 fn server(number: usize) -> Result<(Other, Vec<u16>)> {
     let mut server = Other::start(&["serve", &number.to_string()])?;
     let ports = (0..number).map(|_| Ok(server.line()?.parse()?)).collect::<Result<_>>()?;
     Ok((server, ports))
 }
 
-/// Listens on `number` ports, answers every connection as an HTTP server would, and ends with its input.
+/// Listens on `number` ports and answers every connection like an HTTP server, until standard input ends.
 fn serve(number: usize) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let _in_runtime = runtime.enter();
@@ -156,7 +160,7 @@ fn serve(number: usize) -> Result<()> {
                     let mut request = [0; 1024];
                     if matches!(stream.read(&mut request).await, Ok(1..)) {
                         let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok";
-                        // Who asked may be gone by now.
+                        // The client may have closed the connection.
                         let _ = stream.write_all(answer).await;
                     }
                 });
@@ -169,7 +173,8 @@ fn serve(number: usize) -> Result<()> {
     Ok(())
 }
 
-/// Listens on a port and accepts, until it is told to close; prints the times right before both.
+/// Listens on a port and accepts connections until a line of input arrives; prints the times right before
+/// listen(2) and close(2).
 fn listen(port: u16) -> Result<()> {
     let began = monotonic_ns();
     let listener = TcpListener::bind(("127.0.0.1", port))?;
@@ -190,7 +195,7 @@ fn listen(port: u16) -> Result<()> {
     Ok(())
 }
 
-/// A fake runtime with `number` containers that run; prints its endpoint, and ends with its input.
+/// Serves a fake runtime with `number` running containers until standard input ends; prints its endpoint.
 fn fake_runtime(number: usize) -> Result<()> {
     let cri = FakeCri::start();
     cri.change(|world| {
@@ -204,7 +209,7 @@ fn fake_runtime(number: usize) -> Result<()> {
     Ok(())
 }
 
-/// The probes' task, fed by hand.
+/// The probes' task with its inputs and outputs.
 struct Probing {
     updates: mpsc::Receiver<Request>,
     handle: Handle,
@@ -215,8 +220,8 @@ struct Probing {
 }
 
 impl Probing {
-    /// With `by_kernel` tcpSocket probes are answered by the kernel, else they connect. `endpoint` is the
-    /// container runtime's.
+    /// Starts the probes. With `by_kernel`, the kernel answers tcpSocket probes; otherwise they connect.
+    /// `endpoint` is that of the container runtime.
     fn start(place: &Place, by_kernel: bool, endpoint: Option<&str>, pods: Vec<Value>) -> Result<Probing> {
         let kernel = place.kernel(if by_kernel { BpfMode::Auto } else { BpfMode::Off })?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -253,7 +258,7 @@ impl Probing {
         Ok(Probing { updates, handle, runtime, _table: table, _kernel: kernel, shutdown })
     }
 
-    /// The time at which the next change to `wanted` came.
+    /// Returns the time of the next change to `wanted`.
     fn until(&mut self, wanted: ProbeResult) -> Result<u64> {
         let next = async {
             loop {
@@ -265,7 +270,7 @@ impl Probing {
             }
         };
         let limited = async { tokio::time::timeout(PATIENCE, next).await };
-        self.runtime.block_on(limited).with_context(|| format!("no change to {wanted:?} came"))?
+        self.runtime.block_on(limited).with_context(|| format!("no probe changed to {wanted:?} in time"))?
     }
 
     fn list(&self) -> Result<Vec<ProbeView>> {
@@ -279,8 +284,8 @@ impl Drop for Probing {
     }
 }
 
-/// A host network pod with one readiness probe. One that was `ready` before this process began is first
-/// looked at at a moment of its own in its period, as after a restart of the agent.
+/// Returns a host network pod with one readiness probe. The first check of a `ready` pod is at its own offset
+/// in its period, as after a restart of the agent.
 fn pod(number: usize, probe: &Value, annotation: &str, ready: bool) -> Value {
     json!({
         "metadata": {
@@ -302,8 +307,8 @@ fn pod(number: usize, probe: &Value, annotation: &str, ready: bool) -> Value {
     })
 }
 
-/// How long the probes run before they are measured: connections are made and memory is touched by then.
-/// Their looks are spread evenly from the start, however long their period.
+/// Time from the start of the probes to the measurement: the first connections exist and memory is touched by
+/// then. The checks of the probes are spread evenly from the start, for any period.
 const SETTLE: Duration = Duration::from_millis(1500);
 
 fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> Result<()> {
@@ -339,26 +344,26 @@ fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> 
             "time_wait_before": before.time_wait as f64, "time_wait_after": after.time_wait as f64,
         })
     );
-    // Cheap because nothing works would be no figure.
+    // Failing probes would make the cost meaningless.
     let probes = probing.list()?;
     let failing =
         probes.iter().find(|probe| probe.last.as_ref().is_some_and(|l| l.outcome != Outcome::Success));
     if let Some(failing) = failing {
-        bail!("a probe that must succeed does not: {failing:?}");
+        bail!("a probe failed that must succeed: {failing:?}");
     }
     if !probes.iter().any(|probe| probe.last.is_some()) {
-        bail!("no probe has looked at anything");
+        bail!("no probe has run");
     }
     Ok(())
 }
 
-/// CPU seconds that this process has used, all its threads.
+/// Returns the CPU seconds of all threads of this process.
 fn cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Connections that were begun in this namespace.
+/// Returns the number of connections that processes of this namespace have opened.
 fn opened() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/self/net/snmp")?;
     let mut lines = text.lines().filter(|line| line.starts_with("Tcp:"));
@@ -384,12 +389,12 @@ fn sockets() -> Result<Sockets> {
     Ok(Sockets { used: number("inuse")?, time_wait: number("tw")? })
 }
 
-/// A port that nobody has.
+/// Returns an unused port.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// Waits for a part of a second, so that what is done next falls anywhere between two looks.
+/// Waits for a random part of a second, so that the next step is at a random time between two checks.
 fn any_time(numbers: &mut Numbers) {
     std::thread::sleep(Duration::from_millis(numbers.below(1000)));
 }
@@ -460,7 +465,7 @@ fn hangs(place: &Place, mode: &str, rounds: usize) -> Result<()> {
     Ok(())
 }
 
-/// Connections that stay, 100 per second.
+/// Open connections to a port, 100 more per second.
 struct Calls {
     stop: std::sync::mpsc::Sender<()>,
     calling: Option<std::thread::JoinHandle<()>>,
@@ -472,7 +477,7 @@ impl Calls {
         let first = call(port)?;
         let calling = std::thread::spawn(move || {
             let mut open = vec![first];
-            // They stay until nobody wants them any more.
+            // The connections stay open until the value is dropped.
             while stopped.recv_timeout(Duration::from_millis(10)) == Err(RecvTimeoutError::Timeout) {
                 if open.len() < number {
                     open.extend(call(port).ok());
@@ -485,7 +490,7 @@ impl Calls {
 
 impl Drop for Calls {
     fn drop(&mut self) {
-        // Both fail only where the thread has ended already.
+        // Both fail only if the thread has ended already.
         let _ = self.stop.send(());
         if let Some(calling) = self.calling.take() {
             let _ = calling.join();
@@ -493,7 +498,7 @@ impl Drop for Calls {
     }
 }
 
-/// Begins a connection; whether it is made is the kernel's business.
+/// Starts a connection without waiting for the handshake.
 fn call(port: u16) -> Result<OwnedFd> {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::NONBLOCK, None)?;
     match connect(&socket, &SocketAddr::from(([127, 0, 0, 1], port))) {
@@ -502,12 +507,12 @@ fn call(port: u16) -> Result<OwnedFd> {
     }
 }
 
-/// The place of the probe under test in the list.
+/// The name of the pod with the measured probe.
 const PROBED: &str = "p0";
 
 fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()> {
     let (_server, ports) = server(others + 1)?;
-    // A probe that connects looks once per second at most.
+    // The shortest period of a connecting probe is one second.
     let by_kernel = mode == "kernel";
     let pods = ports.iter().enumerate().map(|(index, port)| {
         let annotation = if index == 0 && by_kernel { "period=100ms" } else { "period=1s" };
@@ -523,12 +528,12 @@ fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()>
             looks.push(at);
             last = Some(at);
         }
-        // Half a period after the last look: asking is not to get in the way of the next.
+        // Half a period after the last check, so that this query does not disturb the next check.
         let since =
             last.map_or(Duration::ZERO, |at| Duration::try_from(Timestamp::now() - at).unwrap_or_default());
         std::thread::sleep((period + period / 2).saturating_sub(since).max(period / 10));
     }
-    // From the place that the first one sets: neither early nor late may add up.
+    // Measured from the first check, so that small deviations in one direction add up.
     let first = looks[0];
     for look in &looks[1..] {
         let off = Duration::try_from(*look - first)?.as_secs_f64() / period.as_secs_f64();
@@ -537,10 +542,11 @@ fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()>
     Ok(())
 }
 
-fn look(place: &Place, number: usize) -> Result<()> {
+fn lookup(place: &Place, number: usize) -> Result<()> {
     let (_server, ports) = server(number)?;
     let kernel = place.kernel(BpfMode::Auto)?;
-    let checker = kernel.checker().context("the lookup program can't be loaded here (beelet doctor)")?;
+    let checker =
+        kernel.checker().context("this machine cannot load the lookup program; run beelet doctor")?;
     let netns = CheckedNetns::open(Path::new("/proc/self/ns/net"), Some(&checker))?;
     let at = |port: &u16| netns.target(SocketAddr::from(([127, 0, 0, 1], *port)), None);
     let targets: Vec<_> = ports.iter().filter_map(at).collect();

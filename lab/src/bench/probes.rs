@@ -145,7 +145,7 @@ fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
         jitter("kernel", "0", rounds(600, 15))?,
         jitter("kernel", "1000", rounds(600, 15))?,
     );
-    let look = driver.run(&["look", "1000"])?;
+    let look = driver.run(&["lookup", "1000"])?;
     Ok(vec![
         // At most a period until the poll that finds the connection, plus the timeout until the verdict.
         // connect() sees nothing before the queue (128) is full; calls fill it there.
