@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Watch the kernel's numbers and events of this node's containers (service beelet.v1.Signals).
+"""Print the kernel's counters and events for this node's containers (service beelet.v1.Signals).
 
     python3 -m venv venv && venv/bin/pip install grpcio grpcio-tools
     sudo venv/bin/python signals.py snapshot          # the node as it is now
-    sudo venv/bin/python signals.py top               # the busiest containers, once a tick
+    sudo venv/bin/python signals.py top               # the busiest containers, once per tick
     sudo venv/bin/python signals.py watch             # edges as they happen
     sudo venv/bin/python signals.py watch --type OOM_KILLED --type EXITED --namespace shop
 
-The messages are documented in agent/proto/proto/beelet/signals.proto. The socket is for root alone.
+The messages are documented in agent/proto/proto/beelet/signals.proto. Only root can connect to the socket.
 """
 
 import argparse
@@ -81,12 +81,12 @@ def watch(stub, messages, arguments) -> None:
         who = f"{edge.namespace}/{edge.pod} {edge.container}" if edge.pod else f"cgroup {edge.cgroup_id}"
         what = {
             kinds.LISTENER_OPENED: f"listens at {edge.address}",
-            kinds.LISTENER_CLOSED: f"listens no longer at {edge.address}",
+            kinds.LISTENER_CLOSED: f"stopped listening at {edge.address}",
             kinds.EXITED: f"process {edge.pid} ended: "
             + (f"signal {edge.signal}" if edge.signal else f"exit code {edge.exit_code}"),
             kinds.OOM_KILLED: f"process {edge.pid} was killed for lack of memory ({edge.rss_bytes >> 20} MiB)",
             kinds.PRESSURE_ROSE: f"waits for {edge.resource}: {edge.waited_ns / 1e6:.1f} ms in a second",
-            kinds.PRESSURE_FELL: f"waits for {edge.resource} no longer",
+            kinds.PRESSURE_FELL: f"no longer waits for {edge.resource}",
         }.get(edge.type, kinds.Name(edge.type))
         print(f"{edge.at_ns / 1e9:14.6f}  {who}: {what}" if edge.type != kinds.LOST else "edges were lost", flush=True)
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("command", choices=["snapshot", "top", "watch"])
     parser.add_argument("--socket", default="/run/beelet/beelet.sock")
     parser.add_argument("--namespace", default="")
-    parser.add_argument("--type", action="append", default=[], help="of watch: only this kind of edge; may be repeated")
+    parser.add_argument("--type", action="append", default=[], help="for watch: only edges of this type; may be repeated")
     parser.add_argument("--proto", type=pathlib.Path, default=PROTO)
     arguments = parser.parse_args()
     messages, stubs = generated(arguments.proto)

@@ -1,10 +1,10 @@
-//! What the programs of `src/bin` have in common. What they try, and which promises they check, is in
-//! `fuzz/targets`; libFuzzer brings their `main`. `cargo xtask fuzz` builds and runs them.
+//! Shared code of the programs in `src/bin`. `fuzz/targets` has their targets and the promises that these
+//! check; libFuzzer provides their `main`. `cargo xtask fuzz` builds and runs the programs.
 
 use libfuzzer_sys::fuzzer_mutate;
 use serde_json::{Map, Value};
 
-/// Values at the edges of what fields may hold.
+/// Values at the limits of fields.
 const ODD: &[&str] = &[
     "null",
     "true",
@@ -33,8 +33,9 @@ const ODD: &[&str] = &[
     "\"-009999-01-01T00:00:00Z\"",
 ];
 
-/// Changes JSON at one place, so that it stays JSON and most of it means what it did: in three of four cases,
-/// where the input is JSON at all; else its bytes. Like libFuzzer's own mutation it returns the new length.
+/// Mutates an input and returns the new length, like libFuzzer's own mutation. In three of four cases,
+/// changes a few nodes of an input that is JSON, so that it stays JSON and most of it keeps its meaning;
+/// otherwise changes its bytes.
 pub fn mutate_json(data: &mut [u8], size: usize, max_size: usize, seed: u32) -> usize {
     let mut chance = Chance(seed);
     if chance.below(4) > 0
@@ -92,7 +93,8 @@ fn remove(fields: &mut Map<String, Value>, chance: &mut Chance) -> Option<(Strin
     fields.remove_entry(&name)
 }
 
-/// A text that libFuzzer has changed: it knows what the program compares texts with.
+/// Returns a text that libFuzzer has changed, because libFuzzer knows the values that the program compares
+/// with.
 fn text_of(text: String) -> String {
     let mut bytes = text.into_bytes();
     let (size, room) = (bytes.len(), bytes.len() + 32);
@@ -109,7 +111,7 @@ fn count(tree: &Value) -> usize {
     }
 }
 
-/// The node of this number, in the order of the text; the root where there is none.
+/// Returns the node of this number, in the order of the text; the last node if the number is too large.
 fn node(tree: &mut Value, at: usize) -> &mut Value {
     fn find<'t>(tree: &'t mut Value, at: &mut usize) -> Option<&'t mut Value> {
         if *at == 0 {
@@ -123,11 +125,11 @@ fn node(tree: &mut Value, at: usize) -> &mut Value {
         }
     }
     let mut left = at.min(count(tree) - 1);
-    // The number is below the count, so there is one.
-    find(tree, &mut left).unwrap_or_else(|| unreachable!("a tree has as many nodes as were counted"))
+    // The number is below the count, so the node exists.
+    find(tree, &mut left).unwrap_or_else(|| unreachable!("the tree has the counted number of nodes"))
 }
 
-/// libFuzzer's seed drawn out (xorshift), so that a run can be repeated.
+/// Pseudo-random numbers from libFuzzer's seed (xorshift), so that a run can be repeated.
 struct Chance(u32);
 
 impl Chance {

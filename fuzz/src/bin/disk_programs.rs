@@ -1,4 +1,4 @@
-//! What drivers of flexVolume and iscsiadm say, and what volumes say of disks on networks.
+//! Output of flexVolume drivers and iscsiadm, and volumes on network disks.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::disk_programs(input));

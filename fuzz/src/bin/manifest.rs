@@ -1,4 +1,4 @@
-//! Manifests, as YAML or JSON, to complete pods.
+//! Manifests, as YAML or JSON, up to complete pods.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::manifest(input));

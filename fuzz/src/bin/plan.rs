@@ -1,4 +1,4 @@
-//! Scenarios of `beelet plan`, all kinds.
+//! Scenarios of all kinds of `beelet plan`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::plan(input));

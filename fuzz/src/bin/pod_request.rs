@@ -1,4 +1,4 @@
-//! Pods in JSON, to the runtime's requests.
+//! Pods in JSON, up to the requests to the runtime.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::pod_request(input));

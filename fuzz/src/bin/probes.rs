@@ -1,4 +1,4 @@
-//! Redirects that a probe is sent, and probe settings in annotations.
+//! Redirects in answers to probes, and probe settings in annotations.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::probes(input));

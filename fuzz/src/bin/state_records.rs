@@ -1,4 +1,4 @@
-//! What an earlier agent left in its state folder.
+//! Records of an earlier agent in the state folder.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::state_records(input));

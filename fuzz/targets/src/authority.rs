@@ -1,4 +1,4 @@
-//! Fuzzing: a client's HTTP/2 frames.
+//! The target for a client's HTTP/2 frames.
 
 use loona_hpack::Decoder;
 
@@ -7,9 +7,9 @@ use beelet_serve::authority::{
     Rewriter,
 };
 
-/// A client's bytes (the preface, which every client has, is put in front where it is missing): what goes on
-/// to the server is the same in whatever pieces they come, is made of whole frames with our own authority,
-/// and has no more to be rewritten.
+/// Tests a client's bytes, with the preface that every client sends. The output to the server is independent
+/// of the pieces in which the bytes arrive, consists of whole frames with the agent's authority, and does not
+/// change when it is rewritten again.
 pub fn http2_authority(input: &[u8]) {
     let piece = input.first().map_or(1, |first| usize::from(*first));
     let mut bytes = if input.starts_with(b"PRI") { Vec::new() } else { PREFACE.to_vec() };
@@ -18,11 +18,11 @@ pub fn http2_authority(input: &[u8]) {
     for piece in [1, piece] {
         let (other, of_other) = rewrite(&bytes, piece);
         assert_eq!(of_other, result, "in pieces of {piece}");
-        // Before a client is given up, more of it may have gone on already.
+        // Before the error, smaller pieces may have passed on more of the output.
         assert!(other == out || result.is_err() && other.starts_with(&out), "in pieces of {piece}");
     }
     check(&out);
-    assert_eq!(rewrite(&out, out.len()), (out.clone(), Ok(())), "rewritten once more");
+    assert_eq!(rewrite(&out, out.len()), (out.clone(), Ok(())), "rewritten again");
 }
 
 fn rewrite(bytes: &[u8], piece: usize) -> (Vec<u8>, Result<(), Malformed>) {
@@ -40,8 +40,8 @@ fn rewrite(bytes: &[u8], piece: usize) -> (Vec<u8>, Result<(), Malformed>) {
     (out, Ok(()))
 }
 
-/// Frames of an allowed size (the last may be cut: more of it is to come), and header blocks that any server
-/// can decode.
+/// Checks that the output consists of frames of an allowed size (the last frame may be incomplete), with
+/// header blocks that any server can decode.
 fn check(out: &[u8]) {
     let Some(mut rest) = out.strip_prefix(PREFACE) else {
         return assert!(PREFACE.starts_with(out));

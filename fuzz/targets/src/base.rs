@@ -1,4 +1,5 @@
-//! Fuzzing: the table of mounts, as volumes and pods read it, and archives, as images and copies come in.
+//! The targets for the mount table, as volumes and pods read it, and for archives, the format of images and
+//! copies.
 
 use std::io::{Read as _, copy, sink};
 use std::os::unix::ffi::OsStrExt as _;
@@ -6,8 +7,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use beelet_base::archive::{Kind, Reader, parts};
 use beelet_base::mountinfo::{Mount, mounts};
 
-/// A tar archive: names are bounded, contents are never larger than the archive, a member's content may be
-/// read or skipped without a difference to the next, and the parts of a name lead nowhere upwards.
+/// Tests a tar archive: names are bounded, contents are never larger than the archive, reading or skipping a
+/// member's content makes no difference to the next member, and no part of a name leads upwards.
 pub fn archive(input: &[u8]) {
     let (mut reading, mut skipping) = (Reader::new(input), Reader::new(input));
     let mut total = 0;
@@ -28,7 +29,7 @@ pub fn archive(input: &[u8]) {
         match copy(&mut reading.by_ref().take(one.size), &mut sink()) {
             Ok(read) => assert_eq!(read, one.size),
             Err(_) => {
-                assert!(skipping.next_member().is_err(), "what can't be read is skipped");
+                assert!(skipping.next_member().is_err(), "an unreadable member is skipped without an error");
                 return;
             }
         }
@@ -37,8 +38,8 @@ pub fn archive(input: &[u8]) {
     }
 }
 
-/// `/proc/self/mountinfo`: every line is read by itself, every escape is undone once, and mounts that the
-/// kernel would write read back as they are.
+/// Tests `/proc/self/mountinfo`: lines are independent of each other, every escape is decoded once, and
+/// mounts in the kernel's format read back unchanged.
 pub fn mount_table(input: &[u8]) {
     let all: Vec<Mount<'_>> = mounts(input).collect();
     let lines: Vec<Mount<'_>> = input.split(|byte| *byte == b'\n').flat_map(mounts).collect();
@@ -50,7 +51,7 @@ pub fn mount_table(input: &[u8]) {
     assert_eq!(again, all, "{}", written.escape_ascii());
 }
 
-/// The line as the kernel writes it (`show_mountinfo` in fs/proc_namespace.c).
+/// Returns the line that the kernel writes (`show_mountinfo` in fs/proc_namespace.c).
 fn line(mount: &Mount<'_>) -> Vec<u8> {
     let point = mount.point.as_os_str().as_bytes().iter().flat_map(|byte| match byte {
         b' ' | b'\t' | b'\n' | b'\\' | b'#' => format!("\\{byte:03o}").into_bytes(),
@@ -74,7 +75,7 @@ fn line(mount: &Mount<'_>) -> Vec<u8> {
     [fields.join(&b' '), b"\n".to_vec()].concat()
 }
 
-/// Where a line's mount is, by an independent reading.
+/// Returns the mount point in a line, by an independent parser.
 fn reference_point(line: &[u8]) -> Option<Vec<u8>> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
     let separator = 5 + fields.get(5..)?.iter().position(|field| *field == b"-")?;

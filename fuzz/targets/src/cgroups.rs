@@ -1,8 +1,8 @@
-//! Fuzzing: the table of mounts.
+//! The target for the mount table, as the layout of cgroups reads it.
 
 use beelet_cgroups::layout::{Version, parse, parse_for_reading};
 
-/// `/proc/self/mountinfo`: a layout has hierarchies, the unified one last, and none twice.
+/// Tests `/proc/self/mountinfo`: a layout has hierarchies, at most one is unified, and that is the last one.
 pub fn mountinfo(input: &[u8]) {
     for layout in [parse(input), parse_for_reading(input)].into_iter().flatten() {
         let (v1, v2): (Vec<_>, Vec<_>) = layout.hierarchies.iter().partition(|h| !h.is_v2);

@@ -1,10 +1,10 @@
-//! Fuzzing: a configuration's text.
+//! The target for a configuration's text.
 
 use std::path::Path;
 
 use beelet_config::load;
 
-/// A configuration: what is printed of it reads back as the same, without a warning.
+/// Tests a configuration: the printed configuration reads back as the same, without a warning.
 pub fn config(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut config = match load::parse(Path::new("/config.yaml"), text) {
@@ -16,13 +16,13 @@ pub fn config(input: &[u8]) {
         }
     };
     let printed = config.effective();
-    // Fields without an effect are not printed: each would be warned about.
+    // Fields without an effect are not printed: each would cause a warning.
     config.unread.clear();
     match load::parse(Path::new("/effective.yaml"), &printed) {
         Ok((again, warnings)) => {
             assert_eq!(again, config, "{printed}");
             assert!(warnings.is_empty(), "{warnings:?}\n{printed}");
         }
-        Err(error) => panic!("what was printed is refused: {error}\n{printed}"),
+        Err(error) => panic!("the printed configuration is invalid: {error}\n{printed}"),
     }
 }

@@ -1,4 +1,4 @@
-//! Fuzzing: what device plugins send, and what the ledger makes of it.
+//! The target for messages of device plugins, and for the ledger after them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,11 +21,11 @@ use beelet_model::labels;
 
 const RESOURCES: [&str; 3] = ["example.com/gpu", "example.com/nic", "example.com/fpga"];
 const PODS: [&str; 4] = ["a", "b", "c", "d"];
-/// Things that happen in one run.
+/// Maximum number of events in one run.
 const EVENTS: usize = 200;
 
-/// Messages of plugins, first the whole input as one of each kind, then as a row of events: no device is held
-/// by two pods, and the checkpoint and the containers' annotations say what the ledger says.
+/// Tests messages of plugins: first the whole input as a message of each kind, then as a sequence of events.
+/// No two pods hold the same device, and the checkpoint and the containers' annotations match the ledger.
 pub fn device_plugin(input: &[u8]) {
     messages(input);
     let mut from = Unstructured::new(input);
@@ -58,7 +58,7 @@ pub fn device_plugin(input: &[u8]) {
     reread(&devices, now);
 }
 
-/// The input as each message that a plugin sends.
+/// Tests the input as each kind of message that a plugin sends.
 fn messages(input: &[u8]) {
     if let Ok(list) = ListAndWatchResponse::decode(input) {
         let mut devices = Devices::default();
@@ -79,7 +79,7 @@ fn messages(input: &[u8]) {
         let mut config = cri::ContainerConfig::default();
         options::merge(&held).apply(&mut config, true);
         let own: BTreeSet<&str> = config.mounts.iter().map(|mount| mount.container_path.as_str()).collect();
-        assert_eq!(own.len(), config.mounts.len(), "two mounts are at one place");
+        assert_eq!(own.len(), config.mounts.len(), "two mounts have the same path");
     }
 }
 
@@ -151,14 +151,15 @@ fn nothing_is_held_twice(devices: &Devices) {
                 let other = holders.insert((resource, id), pod);
                 assert!(
                     other.is_none_or(|other| other == pod),
-                    "{pod} and {other:?} hold the same of {resource}"
+                    "{pod} and {other:?} hold the same device of {resource}"
                 );
             }
         }
     }
 }
 
-/// The ledger of the checkpoint, which must be the same; and what containers' annotations say.
+/// Returns the ledger of the checkpoint. Checks that this ledger and the containers' annotations match
+/// `devices`.
 fn reread(devices: &Devices, now: Duration) -> Devices {
     let file = devices.checkpoint().write().unwrap();
     let again = Devices::read(&file, now).unwrap();

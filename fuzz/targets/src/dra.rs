@@ -1,4 +1,4 @@
-//! Fuzzing: what drivers say of the devices of resource claims.
+//! The target for answers of drivers about the devices of resource claims.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,14 +19,14 @@ use crate::below;
 const DRIVER: &str = "gpu.example.com";
 /// Claims by name, and their UIDs.
 const CLAIMS: [(&str, &str); 2] = [("a", "u-a"), ("b", "u-b")];
-/// The longest sentence about an answer, and the largest record and request that two claims can make.
+/// Maximum sizes of an error message about an answer, and of the record and the request for two claims.
 const SENTENCE: usize = 8 << 10;
 const RECORD: usize = 2 << 20;
 const REQUEST: usize = 2 << 20;
 
-/// A driver's answer for two claims, as bytes and as put together from them: what is believed is bounded, is
-/// read back from the record as it was, and gives a container each of the driver's devices once, and no
-/// other.
+/// Tests a driver's answer for two claims, once decoded from the bytes and once generated from them: accepted
+/// devices are bounded, read back unchanged from the record, and a container gets each of the driver's
+/// devices once, and no other device.
 pub fn claim_devices(input: &[u8]) {
     if let Ok(answer) = NodePrepareResourcesResponse::decode(input) {
         of_driver(answer);
@@ -63,7 +63,7 @@ fn names(device: &Device) -> Vec<String> {
     device.cdi.clone()
 }
 
-/// What a container gets that names these requests of both claims.
+/// Checks the devices of a container that names these requests of both claims.
 fn container_gets(ledger: &Ledger, said: &BTreeSet<String>, requests: &[&str]) {
     let named = |(claim, _): &(&str, &str)| {
         let claim = (*claim).to_owned();
@@ -79,10 +79,10 @@ fn container_gets(ledger: &Ledger, said: &BTreeSet<String>, requests: &[&str]) {
     let container: Container = serde_json::from_value(container).unwrap();
     let devices = cdi_devices(ledger, &pod, &container).unwrap().unwrap();
     let own: BTreeSet<String> = devices.iter().cloned().collect();
-    assert_eq!(own.len(), devices.len(), "a device is given twice");
+    assert_eq!(own.len(), devices.len(), "a container gets a device twice");
     assert!(own.is_subset(said), "{own:?} of {said:?}");
     if requests == [""] {
-        assert_eq!(&own, said, "all of a claim are all of its devices");
+        assert_eq!(&own, said, "a container with the whole claim lacks a device");
     }
     for by_annotation in [false, true] {
         let (mut options, mut config) = (ContainerOptions::default(), cri::ContainerConfig::default());
@@ -94,7 +94,7 @@ fn container_gets(ledger: &Ledger, said: &BTreeSet<String>, requests: &[&str]) {
     }
 }
 
-/// An answer whose parts the input chooses: it is for the right claims most of the time.
+/// Generates an answer from the input, mostly for the right claims.
 fn made(from: &mut Unstructured<'_>) -> NodePrepareResourcesResponse {
     let mut claims = std::collections::HashMap::new();
     for (_, uid) in CLAIMS {
@@ -131,7 +131,7 @@ fn device(from: &mut Unstructured<'_>) -> wire::Device {
     }
 }
 
-/// Few most of the time, and sometimes more than there may be.
+/// Returns a small number mostly, and sometimes one above the limit of devices.
 fn repeated(from: &mut Unstructured<'_>) -> usize {
     match below(from, 16) {
         15 => 200 + below(from, 100),
@@ -139,7 +139,7 @@ fn repeated(from: &mut Unstructured<'_>) -> usize {
     }
 }
 
-/// A name: plain, or of any characters, and sometimes long.
+/// Generates a name: plain, or of any characters, and sometimes long.
 fn text(from: &mut Unstructured<'_>) -> String {
     match below(from, 8) {
         0 => from.arbitrary().unwrap_or_default(),

@@ -1,4 +1,4 @@
-//! Fuzzing: images' names, and docker's configuration in Secrets.
+//! The targets for images' names, and for docker's configuration in Secrets.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use beelet_images::{credentials, reference};
 
-/// An image's name: its host and its path are a name of their own, with the same parts.
+/// Tests an image's name: its host and path alone are a name too, with the same parts.
 pub fn image_reference(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let Ok(read) = reference::parse(text) else { return };
@@ -17,9 +17,11 @@ pub fn image_reference(input: &[u8]) {
     assert_eq!(reference::parse(&name), Ok(read), "{text:?}");
 }
 
-/// `.dockerconfigjson` or `.dockercfg`: an entry for just this image fits it, and no error quotes a secret.
+/// Tests `.dockerconfigjson` and `.dockercfg`: no image matches more entries than exist, and no error quotes
+/// a secret.
 pub fn credentials(input: &[u8]) {
-    // What nobody asks for need not be UTF-8 for an entry to be found; here it must, to know all entries.
+    // The agent finds an entry even if unused parts are not UTF-8; this test replaces them to know all
+    // entries.
     let json: Value = serde_json::from_str(&String::from_utf8_lossy(input)).unwrap_or_default();
     let registries = json.get("auths").unwrap_or(&json).as_object();
     let mut images = vec!["busybox".to_owned(), "eu-1.registry.test:5000/team/app:1".to_owned()];
@@ -50,7 +52,7 @@ fn secrets_of(entry: &Value) -> impl Iterator<Item = &str> {
         .filter_map(|field| entry.get(field).and_then(Value::as_str))
 }
 
-/// Returns true if the text is part of a registry's name too, or of an error's own words.
+/// Returns true if the text is also part of a registry's name, or of the error message itself.
 fn json_names(json: &Value, text: &str) -> bool {
     let registries = json.get("auths").unwrap_or(json).as_object();
     registries.into_iter().flatten().any(|(name, _)| name.contains(text))

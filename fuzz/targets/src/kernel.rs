@@ -1,4 +1,4 @@
-//! Fuzzing: records of the ring buffer, and the BTF of strange kernels.
+//! The targets for records of the ring buffer, and for the BTF of unusual kernels.
 
 use arbitrary::Unstructured;
 
@@ -8,12 +8,12 @@ use beelet_bpf::edges::Edge;
 use beelet_bpf::offsets::{self, Offsets};
 use beelet_bpf::reader;
 
-/// A record: whatever is decoded has the kind, the time and the cgroup that are at its beginning.
+/// Tests a record: a decoded event has the time in the record's head; an error has the record's kind.
 pub fn ring_records(input: &[u8]) {
     let word = |at: usize| input.get(at..at + 8).map(|bytes| u64::from_ne_bytes(bytes.try_into().unwrap()));
     let kind = input.first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
     match reader::decode(input) {
-        Err(told) => assert_eq!(told, kind),
+        Err(unknown) => assert_eq!(unknown, kind),
         Ok(
             Edge::ListenerOpened { at_ns, .. }
             | Edge::ListenerClosed { at_ns, .. }
@@ -21,11 +21,11 @@ pub fn ring_records(input: &[u8]) {
             | Edge::OomKill { at_ns, .. }
             | Edge::Pressure { at_ns, .. },
         ) => assert_eq!(Some(at_ns), word(8)),
-        Ok(edge) => panic!("a record can't say {edge:?}"),
+        Ok(edge) => panic!("a record cannot be {edge:?}"),
     }
 }
 
-/// BTF: the input itself, and types made of it with the names that are looked for.
+/// Tests BTF: the input itself, and types generated from the input with the names that the agent needs.
 pub fn btf(input: &[u8]) {
     questions(input.to_vec());
     questions(made_of(input));
@@ -44,7 +44,8 @@ fn questions(bytes: Vec<u8>) {
     let _ = offsets::check_set_state(&btf);
 }
 
-/// BTF whose header, sizes and string offsets are right, and whose types refer to each other in any way.
+/// Generates BTF with a valid header, valid sizes and string offsets, and types that refer to each other in
+/// any way.
 fn made_of(input: &[u8]) -> Vec<u8> {
     let mut strings = vec![0];
     let mut names = vec![0];
@@ -56,21 +57,21 @@ fn made_of(input: &[u8]) -> Vec<u8> {
     let mut from = Unstructured::new(input);
     let from = &mut from;
     let mut types: Vec<u8> = Vec::new();
-    let mut put = |words: &[u32]| words.iter().for_each(|word| types.extend(word.to_le_bytes()));
+    let mut push = |words: &[u32]| words.iter().for_each(|word| types.extend(word.to_le_bytes()));
     while !from.is_empty() {
         let kind = below(from, 20) as u32;
         let name = names[below(from, names.len())];
         let flag = below(from, 2) as u32;
         let count = below(from, 6) as u32;
-        put(&[name, flag << 31 | kind << 24 | count, reference(from)]);
-        let mut rest = |words: usize| (0..words).for_each(|_| put(&[reference(from)]));
+        push(&[name, flag << 31 | kind << 24 | count, reference(from)]);
+        let mut rest = |words: usize| (0..words).for_each(|_| push(&[reference(from)]));
         match kind {
             1 | 14 | 17 => rest(1),
             3 => rest(3),
             4 | 5 => {
                 for _ in 0..count {
                     let name = names[below(from, names.len())];
-                    put(&[name, reference(from), reference(from)]);
+                    push(&[name, reference(from), reference(from)]);
                 }
             }
             15 | 19 => rest(3 * count as usize),
@@ -86,7 +87,7 @@ fn made_of(input: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Mostly a type's id or a small offset; sometimes any number.
+/// Returns mostly a type's id or a small offset, and sometimes any number.
 fn reference(from: &mut Unstructured<'_>) -> u32 {
     match from.arbitrary::<u8>().unwrap_or_default() {
         255 => from.arbitrary().unwrap_or_default(),

@@ -1,13 +1,13 @@
-//! What `cargo xtask fuzz` throws inputs at: one function per kind of input from outside, through the entry
-//! points that the agent itself uses. Each takes any bytes, and panics where a promise is broken: not only
-//! that nothing panics, but that what is written reads back, that an order of arrival changes nothing, that
-//! an output is bounded.
+//! The targets of `cargo xtask fuzz`: one function per kind of input from outside, which calls the entry
+//! points that the agent itself uses. Each target accepts any bytes, and panics if a promise is broken. The
+//! promises are more than the absence of panics: a written value reads back, the order of arrival changes
+//! nothing, an output is bounded.
 //!
-//! A file here has the name of the crate whose inputs it tries; what concerns several, or policy alone, is in
-//! this one. The inputs that were worth keeping, and every one that ever broke a promise, are in
-//! `fuzz/corpus` and `fuzz/crashes`: the test below replays them.
+//! A file here has the name of the crate whose inputs it tests; targets for several crates, or for policy
+//! alone, are in this file. `fuzz/corpus` has the useful inputs and `fuzz/crashes` has every input that ever
+//! broke a promise: the test below replays both.
 
-// A target says by a panic what it has found.
+// A target panics to report a broken promise.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 pub mod authority;
@@ -60,11 +60,10 @@ pub use crate::{
     spec::pod_request,
 };
 
-/// What takes an input, and panics where a promise is broken.
+/// A function that tests an input, and panics if a promise is broken.
 pub type Target = fn(&[u8]);
 
-/// Every target by its name, which is also that of its program in `fuzz/src/bin` and of its folders of
-/// inputs.
+/// All targets by name; a target's program in `fuzz/src/bin` and its folders of inputs have the same name.
 pub const TARGETS: &[(&str, Target)] = &[
     ("amounts", amounts),
     ("archive", archive),
@@ -92,11 +91,11 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("stream_frames", stream_frames),
 ];
 
-/// What the programs say that bring disks to a node, drivers of `flexVolume` and iscsiadm, and what volumes
-/// say of such disks: a sentence about it is short, and no name leads out of a folder.
+/// Tests the output of the programs that attach disks to a node (`flexVolume` drivers and iscsiadm), and the
+/// volumes for these disks: an error message is short, and no name leads out of a folder.
 pub fn disk_programs(input: &[u8]) {
     if let Err(flex_volume::Refusal::Failed(why)) = flex_volume::read_answer("mount", input, &[]) {
-        assert!(why.len() < 16 << 10, "a sentence of {} bytes", why.len());
+        assert!(why.len() < 16 << 10, "a message of {} bytes", why.len());
     }
     let text = String::from_utf8_lossy(input);
     let _ = remote_disk::transport(&text);
@@ -117,7 +116,7 @@ pub fn disk_programs(input: &[u8]) {
     }
     if let Some(Ok(found)) = migration::of_pod(&volume, "shop") {
         let csi = found.spec.and_then(|spec| spec.csi);
-        assert!(csi.is_some_and(|csi| !csi.driver.is_empty()), "nobody brings it");
+        assert!(csi.is_some_and(|csi| !csi.driver.is_empty()), "the migrated volume has no driver");
     }
 }
 
@@ -125,8 +124,8 @@ fn is_one_part(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }
 
-/// Quantities and durations, one per line: what is printed reads back as the same, and sums don't depend on
-/// an order.
+/// Tests quantities and durations, one per line: a printed value reads back as the same value, and sums do
+/// not depend on an order.
 pub fn amounts(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut sum = Quantity::ZERO;
@@ -149,9 +148,9 @@ pub fn amounts(input: &[u8]) {
     }
 }
 
-/// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does
-/// it; then a chain of variables, each of which may refer to those before it, as far as the budget goes; and
-/// a probe's command of all lines.
+/// Tests the expansion of `$(VAR)` in the first line, with the definitions `NAME=VALUE` in the other lines,
+/// against Kubernetes' own code; then a chain of variables, each of which may refer to those before it,
+/// within the budget; and a probe's command of all lines.
 pub fn expand(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let (text, rest) = text.split_once('\n').unwrap_or((text, ""));
@@ -184,8 +183,8 @@ fn shorter(text: String, most: usize) -> Result<String, TooLong> {
     if text.len() <= most { Ok(text) } else { Err(TooLong::Text { most }) }
 }
 
-/// Every variable by those before it, twice over so that values grow: all together never have more than their
-/// budget, and each is what Kubernetes' own code makes of it, or too long.
+/// Expands every variable with those before it, twice so that values grow: all values together never exceed
+/// their budget, and each value equals that of Kubernetes' own code, or is too long.
 fn chain(defined: &[(&str, &str)]) {
     let (mut values, mut budget, mut taken) = (BTreeMap::<&str, String>::new(), Budget::CONTAINER, 0);
     for (name, text) in defined.iter().chain(defined) {
@@ -206,8 +205,8 @@ fn chain(defined: &[(&str, &str)]) {
     }
 }
 
-/// `Expand` and `tryReadVariableName` of Kubernetes' third_party/forked/golang/expansion, byte by byte; none
-/// once there are more than `most` bytes.
+/// Does the work of `Expand` and `tryReadVariableName` of Kubernetes' third_party/forked/golang/expansion,
+/// byte by byte; returns None for more than `most` bytes.
 fn reference_expansion<'v>(
     text: &str,
     value_of: &dyn Fn(&str) -> Option<Cow<'v, str>>,
@@ -247,8 +246,8 @@ fn reference_expansion<'v>(
     (out.len() <= most).then(|| String::from_utf8(out).unwrap())
 }
 
-/// A device checkpoint's data in JSON, under a checksum that fits, so that it is believed: what is written of
-/// it is read back, and is written the same again.
+/// Tests a device checkpoint's data in JSON, under a matching checksum, so that the agent accepts the file:
+/// the written checkpoint reads back, and a second write has the same bytes.
 pub fn checkpoint(input: &[u8]) {
     let _ = Data::read(input);
     let Ok(data) = serde_json::from_slice::<Data>(input) else { return };
@@ -265,7 +264,7 @@ pub fn checkpoint(input: &[u8]) {
     assert!(devices.resources().eq(again.resources()));
 }
 
-/// The record of resource claims, and its data under a checksum that fits: what is written of it is read
+/// Tests the record of resource claims, and its data under a matching checksum: the written record reads
 /// back.
 pub fn claims_record(input: &[u8]) {
     let _ = claims::read(input);
@@ -274,8 +273,8 @@ pub fn claims_record(input: &[u8]) {
     assert_eq!(claims::read(&claims::write(&ledger).unwrap()).unwrap(), ledger);
 }
 
-/// A scenario of `beelet plan` in JSON: what is answered is one line of JSON, the same each time, and the
-/// same for the tree that YAML would have given.
+/// Tests a scenario of `beelet plan` in JSON: the answer is one line of JSON, the same each time, and the
+/// same for the tree that the YAML parser would return.
 pub fn plan(input: &[u8]) {
     for what in WHATS {
         let answer = what.answer(Input::Json(input));
@@ -286,7 +285,7 @@ pub fn plan(input: &[u8]) {
     }
 }
 
-/// A file that the kernel writes, as each of those that are read.
+/// Tests a file of the kernel with each parser of kernel files.
 pub fn proc_files(input: &[u8]) {
     let text = &*String::from_utf8_lossy(input);
     stats::files(text);
@@ -295,7 +294,7 @@ pub fn proc_files(input: &[u8]) {
     probes::process(input);
 }
 
-/// What an earlier agent left: a record's file, and each kind of record's value in JSON.
+/// Tests the records of an earlier agent: a record's file, and each kind of record's value in JSON.
 pub fn state_records(input: &[u8]) {
     use crate::state::{file, value};
     file::<Value>("pods", input);
@@ -304,7 +303,7 @@ pub fn state_records(input: &[u8]) {
     value::<Vec<beelet_state::events::Event>>("events", input);
 }
 
-/// A number below `end`, at least 0, from the front of the input; 0 where nothing is left.
+/// Returns a number below `end`, at least 0, from the front of the input; 0 if the input is empty.
 pub(crate) fn below(from: &mut Unstructured<'_>, end: usize) -> usize {
     from.int_in_range(0..=end.saturating_sub(1)).unwrap_or_default()
 }
@@ -325,14 +324,14 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
     }
 
-    /// The names of a folder's files, as far as they come before their endings.
+    /// Returns the names of a folder's files without their extensions.
     fn names_in(folder: &Path) -> BTreeSet<String> {
         let entries = fs::read_dir(folder).into_iter().flatten();
         let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         names.map(|name| name.split('.').next().unwrap_or_default().to_owned()).collect()
     }
 
-    /// The inputs of a target that are worth keeping: a packed archive each.
+    /// Returns the committed inputs of a target, from its archive.
     fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
         let file = File::open(folder("corpus").join(format!("{target}.tar.gz"))).unwrap();
         let mut archive = tar::Archive::new(GzDecoder::new(file));
@@ -352,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn every_input_that_was_kept_keeps_its_promises() {
+    fn no_committed_input_breaks_a_promise() {
         let mut broken = Vec::new();
         for (target, run) in TARGETS {
             let kept = corpus(target);

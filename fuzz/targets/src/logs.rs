@@ -1,4 +1,4 @@
-//! Fuzzing: containers' logs, through real files.
+//! The target for containers' logs, in real files.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use tokio::sync::mpsc;
 use beelet_logs::read::{Piece, Wanted, fixed, read};
 use beelet_logs::{Stream, end_of, parse};
 
-/// Enough for whatever an input gives: the reader never waits.
+/// Capacity of the channel, sufficient for any input, so that the reader never waits.
 const PIECES: usize = 1 << 16;
 
-/// A log (after a byte that says what is wanted of it, and where it was rotated): all of it, and its end,
-/// come out as a container wrote them.
+/// Tests a log: the whole log and its last lines equal the lines that the container wrote. The first byte has
+/// the options and the place of the rotation.
 pub fn log_lines(input: &[u8]) {
     let Some((options, log)) = input.split_first() else { return };
     let whole: Vec<&[u8]> =
@@ -29,7 +29,7 @@ pub fn log_lines(input: &[u8]) {
     let folder = std::env::temp_dir().join(format!("beelet-fuzz-logs-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let current = folder.join("0.log");
-    // A rotated file may have any end: the line goes on in the next file.
+    // A rotated file may end anywhere: the line continues in the next file.
     let cut = log.len() * usize::from(options & 7) / 8;
     let (older, newer) = log.split_at(cut);
     if !older.is_empty() {
@@ -53,7 +53,7 @@ pub fn log_lines(input: &[u8]) {
     fs::remove_dir_all(folder).unwrap();
 }
 
-/// What a reader of the log is given, neighbours of one stream put together.
+/// Returns the output of the log's reader; joins consecutive pieces of the same stream.
 fn shown(path: &std::path::Path, wanted: Wanted) -> Vec<(Stream, Vec<u8>)> {
     thread_local! {
         static RUNTIME: tokio::runtime::Runtime =
@@ -64,7 +64,7 @@ fn shown(path: &std::path::Path, wanted: Wanted) -> Vec<(Stream, Vec<u8>)> {
     RUNTIME.with(|runtime| runtime.block_on(reading)).unwrap();
     let mut all: Vec<(Stream, Vec<u8>)> = Vec::new();
     while let Ok(Piece { stream, bytes, .. }) = receiver.try_recv() {
-        put(&mut all, stream, &bytes);
+        append(&mut all, stream, &bytes);
     }
     all
 }
@@ -74,21 +74,21 @@ fn expected(lines: &[&[u8]], timestamps: bool) -> Vec<(Stream, Vec<u8>)> {
     let mut goes_on = false;
     for line in lines {
         match parse(line) {
-            None => put(&mut all, Stream::Out, line),
+            None => append(&mut all, Stream::Out, line),
             Some(read) => {
                 if timestamps && !goes_on {
-                    put(&mut all, read.stream, &[fixed(read.time), b" ".to_vec()].concat());
+                    append(&mut all, read.stream, &[fixed(read.time), b" ".to_vec()].concat());
                 }
                 goes_on = read.partial;
-                put(&mut all, read.stream, read.text);
-                put(&mut all, read.stream, if read.partial { b"" } else { b"\n" });
+                append(&mut all, read.stream, read.text);
+                append(&mut all, read.stream, if read.partial { b"" } else { b"\n" });
             }
         }
     }
     all
 }
 
-fn put(all: &mut Vec<(Stream, Vec<u8>)>, stream: Stream, bytes: &[u8]) {
+fn append(all: &mut Vec<(Stream, Vec<u8>)>, stream: Stream, bytes: &[u8]) {
     match all.last_mut() {
         _ if bytes.is_empty() => {}
         Some((last, there)) if *last == stream => there.extend_from_slice(bytes),

@@ -1,4 +1,4 @@
-//! Fuzzing: a manifest's bytes, by the way that the folder's files go.
+//! The target for a manifest's bytes, with the code that reads the folder's files.
 
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
@@ -20,8 +20,8 @@ use beelet_manifests::folder::{Content, Folder, FolderState};
 
 const NOW: &str = "2026-01-01T00:00:00Z";
 
-/// A manifest: a pod that is accepted is itself a manifest that is accepted, unchanged; every decision can be
-/// made about it; the folder takes the same bytes twice as once.
+/// Tests a manifest: an accepted pod is itself an acceptable manifest, which reads back unchanged; every
+/// decision about the pod succeeds; the same bytes a second time change nothing in the folder.
 pub fn manifest(input: &[u8]) {
     let mut folder = Folder::new("/manifests".into(), "node".to_owned(), false);
     folder.set_standing(FolderState::Read);
@@ -45,11 +45,11 @@ pub fn manifest(input: &[u8]) {
     let completed = serde_json::to_string(&pod).unwrap();
     match beelet_manifests::read(&completed, "a.json") {
         Ok(again) => assert_eq!(again.object, Object::Pod(pod), "{completed}"),
-        Err(error) => panic!("what was completed is refused: {error}\n{completed}"),
+        Err(error) => panic!("the completed pod is rejected: {error}\n{completed}"),
     }
 }
 
-/// What is asked about every pod on its way.
+/// Makes the decisions that the agent makes about every pod.
 fn decisions(pod: &Pod) {
     let demand = resources::PodDemand::read(pod).unwrap();
     let class = qos::qos_class_of(pod, &demand);

@@ -1,8 +1,8 @@
-//! Fuzzing: files of the machine that are read once, at the start.
+//! Parsers of files that the agent reads once, at its start, for the target `proc_files`.
 
 use beelet::node::facts;
 
-/// `resolv.conf`.
+/// Tests the parser of `resolv.conf`.
 pub(crate) fn machine(text: &str) {
     let _ = facts::parse_resolver(text);
 }

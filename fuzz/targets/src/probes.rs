@@ -1,4 +1,4 @@
-//! Fuzzing: redirects of applications, settings in annotations, and processes that an exec probe left.
+//! The target for redirects of applications and settings in annotations, and the parser of a process' state.
 
 use std::collections::BTreeMap;
 
@@ -7,9 +7,8 @@ use beelet_policy::probe::{ProbeKind, settings};
 use beelet_base::process;
 use beelet_probes::http;
 
-/// Three lines: the path that a probe asked for, where the answer sends it, and an annotation. A redirect
-/// stays on the host, and leads to what can be asked for; what annotations say doesn't depend on which pod
-/// has them.
+/// Tests three lines: the path of a probe's request, the location in the answer, and an annotation. A redirect
+/// stays on the host and leads to a valid request; settings from the annotation are within their limits.
 pub fn probes(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut lines = text.splitn(3, '\n');
@@ -33,7 +32,7 @@ pub fn probes(input: &[u8]) {
     }
 }
 
-/// `/proc/<pid>/stat`.
+/// Tests the parser of `/proc/<pid>/stat`.
 pub(crate) fn process(stat: &[u8]) {
     let _ = process::parse(stat);
 }

@@ -1,4 +1,4 @@
-//! Fuzzing: what a runtime's streaming server sends.
+//! The target for the frames of a runtime's streaming server.
 
 use futures::FutureExt as _;
 use tokio::sync::mpsc;
@@ -6,12 +6,12 @@ use tokio::sync::mpsc;
 use beelet_cri::spdy;
 use beelet_cri::stream::{Output, Session, Streams};
 
-/// A server's frames, after a byte that says which streams there are: no more comes out than came in, and
-/// what is written in frames is read back from them.
+/// Tests a server's frames, after a byte with the streams of the session: the output is not larger than the
+/// input, and a written frame reads back.
 pub fn stream_frames(input: &[u8]) {
     let Some((options, frames)) = input.split_first() else { return };
     let streams = Streams { stdin: options & 1 != 0, tty: options & 2 != 0 };
-    // A frame has 8 bytes at least: there is room for all.
+    // A frame has at least 8 bytes, so the channel has room for all frames.
     let (outputs, mut received) = mpsc::channel(frames.len() / spdy::HEAD + 2);
     let (pongs, _pinged) = mpsc::channel(1);
     let done = Session::new(streams).read(frames, &outputs, &pongs).now_or_never();

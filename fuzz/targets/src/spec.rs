@@ -1,4 +1,4 @@
-//! Fuzzing: a whole pod, from the API server's JSON to what the runtime is asked for.
+//! The target for a whole pod, from the API server's JSON to the requests to the runtime.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,18 +19,18 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use prost::Message as _;
 use serde_json::{Value, json};
 
-/// What a request may have beside its pod's own texts, and how often it may say these: labels, annotations
-/// and names are said once or twice, and JSON may be shorter than what it means (a service's variables).
+/// Maximum size of a request: a fixed size, and a multiple of its pod's own texts. Labels, annotations and
+/// names occur once or twice, and JSON may be shorter than its expansion (a service's variables).
 const BESIDE: usize = 64 << 10;
 const TIMES: usize = 8;
-/// As the runtime's own limit of a container's texts (`Budget::CONTAINER`).
+/// The limit of a container's texts, as `Budget::CONTAINER`.
 const TEXTS: usize = 16 << 20;
-/// The longest sentence about a pod, beside what it quotes of it.
+/// Maximum size of an error message about a pod, without its quotations.
 const SENTENCE: usize = 4096;
 
-/// A pod in JSON, by the way that a pod of the API server goes: it is refused in a bounded sentence, or its
-/// sandbox and its containers become requests that are no larger than the pod, but for `$(VAR)`, which has a
-/// bound of its own. The same pod gives the same requests. Nothing leads out of a volume.
+/// Tests a pod in JSON, with the code for pods of the API server: either an error message of bounded length
+/// rejects the pod, or the requests for its sandbox and containers are no larger than the pod, except for
+/// `$(VAR)`, which has its own bound. The same pod has the same requests. No path leads out of a volume.
 pub fn pod_request(input: &[u8]) {
     let Ok(value) = serde_json::from_slice::<Value>(input) else { return };
     let Ok(pod) = Pod::from_value(&value) else { return };
@@ -84,7 +84,8 @@ fn mount_points(pod: &Pod) {
     }
 }
 
-/// What is made, twice the same; none where it is refused in a sentence.
+/// Calls `make` twice and checks that both results are the same; returns None for an error with a bounded
+/// message.
 fn judged<T: PartialEq + std::fmt::Debug>(
     make: impl Fn() -> Result<T, beelet_spec::Error>,
     input: &[u8],
@@ -105,7 +106,7 @@ fn judged<T: PartialEq + std::fmt::Debug>(
 
 fn is_a_sentence(why: &impl std::fmt::Display, input: &[u8]) {
     let length = why.to_string().len();
-    assert!(length > 0 && length <= SENTENCE + TIMES * input.len(), "a sentence of {length} bytes");
+    assert!(length > 0 && length <= SENTENCE + TIMES * input.len(), "an error message of {length} bytes");
 }
 
 fn sandbox(
@@ -128,7 +129,7 @@ fn request(
     cri_config::container(pod, container, env, facts.clone(), node)
 }
 
-/// A node of a cluster.
+/// Returns a node of a cluster.
 fn node() -> NodeFacts {
     NodeFacts {
         node_name: "n1".to_owned(),
@@ -150,8 +151,8 @@ fn node() -> NodeFacts {
     }
 }
 
-/// What pods may refer to: in the namespaces `shop` and `default` a ConfigMap `m` and a Secret `s` with a
-/// long value, one that is no text, and one with references; and a service.
+/// Returns the objects that pods may refer to. The namespaces `shop` and `default` each have a ConfigMap `m`
+/// with a long value and a value with references, a Secret `s` with a value that is not text, and a service.
 fn objects() -> Objects {
     let mut objects = Objects::default();
     let mut services = Vec::new();

@@ -1,17 +1,17 @@
-//! Fuzzing: records that an earlier agent left.
+//! Records of an earlier agent, for the target `state_records`.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use beelet_state::{decode, encode, first_line, json_text};
 
-/// A record's file.
+/// Tests a record's file.
 pub(crate) fn file<T: DeserializeOwned>(name: &str, file: &[u8]) {
     let _ = decode::<T>(name, file);
 }
 
-/// A record's value in JSON, under a checksum that fits, so that it is believed: what is read is written so
-/// that it reads back the same, and as no other record.
+/// Tests a record's value in JSON, under a matching checksum, so that the agent accepts the file: the written
+/// record reads back the same, and not under another record's name.
 pub(crate) fn value<T>(name: &str, value: &[u8])
 where
     T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug,

@@ -1,9 +1,9 @@
-//! Fuzzing: files of cgroups and of /proc.
+//! Parsers of files in cgroups and in /proc, for the target `proc_files`.
 
 use beelet_base::machine_memory;
 use beelet_stats::parse;
 
-/// A file, as each of those that are read.
+/// Tests a file with each parser.
 pub(crate) fn files(text: &str) {
     let _ = (parse::keyed(text).count(), parse::limit(text), parse::cpu_max(text), parse::stalls(text));
     let _ = (parse::io_stat(text), parse::blkio(text), parse::faults(text), parse::retransmits(text));
