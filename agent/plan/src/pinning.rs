@@ -185,7 +185,7 @@ pub(crate) struct PinningOutput {
     results: Vec<Value>,
 }
 
-/// What one scenario brings beside its setup.
+/// The input of a scenario, in addition to its setup.
 pub(crate) struct Play<'a, W> {
     pub(crate) setup: Setup,
     /// The content of the CPU manager's and of the memory manager's state file.

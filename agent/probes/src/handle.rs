@@ -130,14 +130,14 @@ pub struct ProbeView {
     pub tolerated: Option<ToleratedView>,
 }
 
-/// Looks that a stricter rule (`stalled=fail`) would have failed, for people.
+/// Checks that a stricter rule (`stalled=fail`) would have failed, for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToleratedView {
-    /// Looks.
+    /// Number of these checks.
     pub looks: u64,
-    /// Times that `failureThreshold` such looks came in a row.
+    /// Number of times that `failureThreshold` of these checks occurred in a row.
     pub failures: u64,
-    /// The time of the last one.
+    /// Time of the most recent one.
     pub last: Timestamp,
 }
 

@@ -100,15 +100,15 @@ pub(super) struct Worker {
     pub problems: Vec<String>,
 }
 
-/// Looks that found a stalled listener and count as successes, since a connection would have succeeded: the
-/// failures that a stricter `QueueRule` would have seen.
+/// Checks that found a stalled listener and count as successes, because a connection would have succeeded:
+/// the failures that a stricter `QueueRule` would have seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tolerated {
-    /// Looks.
+    /// Number of these checks.
     pub looks: u64,
-    /// Times that `failureThreshold` such looks came in a row.
+    /// Number of times that `failureThreshold` of these checks occurred in a row.
     pub failures: u64,
-    /// The last one, on the clock of `ProbeState`.
+    /// Time of the most recent one, on the clock of `ProbeState`.
     pub last: Option<Duration>,
     in_a_row: u32,
 }

@@ -1,5 +1,5 @@
-//! How the results of `cpus`, `memory` and `topology` are compared: cpusets as sets, memory blocks as sets,
-//! and some fields only where the answer has them.
+//! Compares the results of `cpus`, `memory` and `topology`: cpusets as sets, memory blocks as sets, and some
+//! fields only if the answer has them.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,4 @@
-//! A set of CPUs: bits in words, so that counting and intersecting cost nothing worth measuring.
+//! A set of CPUs: bits in words, so that counting and intersecting have a negligible cost.
 
 use std::fmt;
 
@@ -8,20 +8,21 @@ use beelet_units::cpu_list;
 
 const BITS: u32 = u64::BITS;
 
-/// CPUs by their numbers. Reads and prints as the kernel's lists do (`0-3,8`; nothing: the empty text).
+/// CPUs by number, parsed and printed in the format of the kernel's lists (`0-3,8`; the empty text for no
+/// CPU).
 #[derive(Clone, PartialEq, Eq, Default, PartialOrd, Ord)]
 pub struct CpuSet {
-    /// Never ends in zero, so that equal sets are equal.
+    /// Words without trailing zeros, so that equal sets are equal.
     words: Vec<u64>,
 }
 
-/// The place of a CPU: which word, which bit of it.
+/// Returns the position of a CPU: its word, and its bit in the word.
 fn place(cpu: u32) -> (usize, u64) {
     ((cpu / BITS) as usize, 1_u64.wrapping_shl(cpu % BITS))
 }
 
 impl CpuSet {
-    /// Reads a list; `None` if the text is not a list, or names a CPU above any machine's.
+    /// Parses a list; returns None if the text is not a list, or names a CPU above any machine's.
     #[must_use]
     pub fn parse(list: &str) -> Option<Self> {
         if list.is_empty() {
@@ -46,7 +47,7 @@ impl CpuSet {
         self.words.get(word).is_some_and(|word| word & bit != 0)
     }
 
-    /// Number of CPUs.
+    /// Returns the number of CPUs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
@@ -58,7 +59,7 @@ impl CpuSet {
         self.words.is_empty()
     }
 
-    /// The CPUs, in ascending order.
+    /// Returns the CPUs, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         (0_u32..).zip(&self.words).flat_map(|(index, word)| {
             let bits = (0..BITS).filter(move |bit| word.wrapping_shr(*bit) & 1 == 1);
@@ -66,38 +67,38 @@ impl CpuSet {
         })
     }
 
-    /// The CPUs of both.
+    /// Returns the CPUs of either set.
     #[must_use]
     pub fn union(&self, other: &Self) -> Self {
         let length = self.words.len().max(other.words.len());
         self.combine(other, length, |a, b| a | b)
     }
 
-    /// The CPUs that both have.
+    /// Returns the CPUs of both sets.
     #[must_use]
     pub fn intersection(&self, other: &Self) -> Self {
         self.combine(other, self.words.len().min(other.words.len()), |a, b| a & b)
     }
 
-    /// The CPUs that the other hasn't.
+    /// Returns the CPUs that the other set lacks.
     #[must_use]
     pub fn difference(&self, other: &Self) -> Self {
         self.combine(other, self.words.len(), |a, b| a & !b)
     }
 
-    /// Number of CPUs that both have.
+    /// Returns the number of CPUs that both sets have.
     #[must_use]
     pub fn common(&self, other: &Self) -> usize {
         self.words.iter().zip(&other.words).map(|(a, b)| (a & b).count_ones() as usize).sum()
     }
 
-    /// Returns true if the other has all CPUs of this one.
+    /// Returns true if the other set has all CPUs of this one.
     #[must_use]
     pub fn is_subset(&self, other: &Self) -> bool {
         self.common(other) == self.len()
     }
 
-    /// The first so many CPUs.
+    /// Returns the first `count` CPUs.
     #[must_use]
     pub fn first(&self, count: usize) -> Self {
         self.iter().take(count).collect()

@@ -1,4 +1,4 @@
-//! Devices as a provider of hints: their side is the [`Devices`] ledger.
+//! Devices as a provider of hints; the [`Devices`] ledger decides.
 
 use std::collections::BTreeSet;
 
@@ -11,28 +11,28 @@ use crate::devices::{
     ContainerKind, ContainerRequest, Devices, Request, Selection, Serving, admission::limits_of_pod,
 };
 
-/// A provider beside CPUs and memory, which is asked before them.
+/// A provider in addition to CPUs and memory, called before them.
 pub trait DeviceProvider {
-    /// The hints for a container, or (`None`) for all containers of the pod together.
+    /// Returns the hints for a container, or (`None`) for all containers of the pod together.
     fn hints(&mut self, container: Option<&str>) -> ProviderHints;
 
-    /// Gives a container its devices, as far as possible from these nodes.
+    /// Assigns devices to a container, as far as possible from these nodes.
     ///
     /// # Errors
-    /// The container can't have them.
+    /// The devices cannot be assigned to the container.
     fn allocate(&mut self, container: &str, nodes: Option<NodeSet>) -> Result<(), Refusal>;
 
-    /// Gives all containers of a pod with pod-level resources their devices. The kubelet's device manager
-    /// gives them none (`ManagerImpl.AllocatePod`).
+    /// Assigns devices to all containers of a pod with pod-level resources. The kubelet's device manager
+    /// assigns none (`ManagerImpl.AllocatePod`).
     ///
     /// # Errors
-    /// A container can't have them.
+    /// The devices cannot be assigned to a container.
     fn allocate_pod(&mut self, _: Option<NodeSet>) -> Result<(), Refusal> {
         Ok(())
     }
 }
 
-/// No devices.
+/// A provider without devices.
 impl DeviceProvider for () {
     fn hints(&mut self, _: Option<&str>) -> ProviderHints {
         ProviderHints::new()
@@ -43,7 +43,7 @@ impl DeviceProvider for () {
     }
 }
 
-/// One pod's devices, of plugins that have no preference and allocate at once.
+/// The devices of a pod, from plugins that have no preference and allocate immediately.
 #[derive(Debug)]
 pub struct PodDevices<'a> {
     devices: &'a mut Devices,
@@ -54,7 +54,7 @@ pub struct PodDevices<'a> {
 }
 
 impl<'a> PodDevices<'a> {
-    /// The devices of a pod with these wishes, on a machine with these nodes.
+    /// Creates the provider for a pod with these wishes, on a machine with these nodes.
     #[must_use]
     pub fn new(
         devices: &'a mut Devices,
@@ -66,7 +66,7 @@ impl<'a> PodDevices<'a> {
         Self { devices, uid, wishes, machine, serving: Serving::default() }
     }
 
-    /// A container is served next; returns its kind and its limits.
+    /// Moves to the next container; returns its kind and its limits.
     fn serve(&mut self, container: &str) -> Option<(ContainerKind, Vec<(&'a str, usize)>)> {
         let at = self.wishes.iter().position(|wish| wish.container == container)?;
         let (kind, limits) = self.wishes.get(at).map(|wish| (wish.kind, wish.limits.clone()))?;

@@ -1,32 +1,32 @@
-//! Why a configuration or a state file is not accepted, and why a pod is not.
+//! The errors for a rejected configuration or state file, and for a rejected pod.
 
-/// A configuration or a state file that a manager can't start with.
+/// The error of a configuration or a state file with which a manager cannot start.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct PinningError(String);
 
 impl PinningError {
-    /// An error with this text.
+    /// Creates an error with this text.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 }
 
-/// The reason of a refusal, as the pod's status has it.
+/// The reason of a rejection, as in the pod's status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// The providers don't agree on NUMA nodes that the policy accepts.
+    /// The providers do not agree on NUMA nodes that the policy accepts.
     TopologyAffinity,
-    /// `full-pcpus-only`: not whole cores, or too few of them.
+    /// `full-pcpus-only`: the request is not for whole cores, or too few are free.
     SmtAlignment,
-    /// Exclusive containers leave nothing to the others of a pod with pod-level resources.
+    /// Exclusive containers leave nothing for the other containers of a pod with pod-level resources.
     EmptyPodSharedPool,
-    /// Anything else, mostly: too little is free.
+    /// Any other reason, mostly that too little is free.
     Unexpected,
 }
 
 impl Reason {
-    /// The kubelet's word.
+    /// Returns the kubelet's name of the reason.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -38,23 +38,23 @@ impl Reason {
     }
 }
 
-/// A pod is refused.
+/// The rejection of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// For programs.
+    /// The reason, for programs.
     pub reason: Reason,
-    /// For people, in the kubelet's words.
+    /// The message, in the kubelet's words.
     pub message: String,
 }
 
 impl Refusal {
-    /// A refusal for a reason.
+    /// Creates a rejection.
     pub fn new(reason: Reason, message: impl Into<String>) -> Self {
         Self { reason, message: message.into() }
     }
 
-    /// An allocation failed (`unexpectedAdmissionError`).
+    /// Creates the rejection for a failed allocation (`unexpectedAdmissionError`).
     #[must_use]
     pub fn unexpected(cause: impl std::fmt::Display) -> Self {
         Self::new(Reason::Unexpected, format!("Allocate failed due to {cause}, which is unexpected"))

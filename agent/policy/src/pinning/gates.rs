@@ -1,6 +1,6 @@
-//! The feature gates that change what the managers decide.
+//! The feature gates that change the managers' decisions.
 
-/// Gates by Kubernetes' names; the default is that of 1.36.
+/// Gates with Kubernetes' names; the defaults are those of 1.36.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gates {
     /// `CPUManagerPolicyAlphaOptions`
@@ -25,7 +25,7 @@ impl Default for Gates {
 }
 
 impl Gates {
-    /// Sets the gate of this name; a gate that no manager knows changes nothing.
+    /// Sets the gate of this name; ignores a gate that no manager uses.
     pub fn set(&mut self, name: &str, enabled: bool) {
         match name {
             "CPUManagerPolicyAlphaOptions" => self.cpu_alpha_options = enabled,

@@ -1,32 +1,32 @@
-//! Hints: which NUMA nodes could give a container what it asks for; and the best combination of one hint of
-//! each resource (`HintMerger`).
+//! Hints: the sets of NUMA nodes that could satisfy a container's request, and the best combination of one
+//! hint per resource (`HintMerger`).
 //!
-//! The kubelet tries every combination. The order among results is total, so that the best one can be found
-//! without: preferred results are the sets that every resource prefers, and the others are the intersections
-//! that can be reached at all.
+//! The kubelet tries every combination. The order of results is total, so this module finds the best result
+//! directly: preferred results are the sets that every resource prefers, and the others are the reachable
+//! intersections.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::nodes::{NodeSet, Subsets};
 
-/// A set of nodes that could give what is asked.
+/// A set of nodes that could satisfy a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Hint {
-    /// The nodes; `None`: any.
+    /// The nodes; None means any nodes.
     pub nodes: Option<NodeSet>,
-    /// No smaller set could ever give as much.
+    /// True if no smaller set could ever satisfy the request.
     pub preferred: bool,
 }
 
-/// The hints of one provider by resource. `None`: no preference for this resource; an empty list: impossible;
-/// an empty map: no preference at all.
+/// The hints of a provider by resource. None means no preference for this resource; an empty list,
+/// impossible; an empty map, no preference at all.
 pub type ProviderHints = BTreeMap<String, Option<Vec<Hint>>>;
 
-/// Distances between nodes, by the number of the one and the position of the other, as the firmware lists
-/// them.
+/// Distances between nodes, by the number of one node and the position of the other, as in the firmware's
+/// list.
 pub type Distances = BTreeMap<u32, Vec<u64>>;
 
-/// One list for each resource of each provider (`filterProvidersHints`).
+/// Returns a list for each resource of each provider (`filterProvidersHints`).
 pub(crate) fn lists(providers: &[ProviderHints]) -> Vec<Vec<Hint>> {
     let any = |preferred: bool| vec![Hint { nodes: None, preferred }];
     let mut lists = Vec::new();
@@ -43,15 +43,18 @@ pub(crate) fn lists(providers: &[ProviderHints]) -> Vec<Vec<Hint>> {
     lists
 }
 
-/// The best combination of one hint of each list; if none has a node, all nodes, not preferred.
+/// Returns the best combination of one hint per list; if no hint has a node, returns all nodes, not
+/// preferred.
 pub(crate) fn merge(lists: &[Vec<Hint>], all: NodeSet, distances: Option<&Distances>) -> Hint {
-    // A narrower set first; of equally wide ones the closest, if that counts, then that of lower numbers.
+    // A narrower set comes first; of equally wide sets the closest, if distance counts, then the one with
+    // lower numbers.
     let fitness = |set: &NodeSet| (set.len(), distances.map_or(0, |d| distance(d, *set)), *set);
     let preferred = preferred_by_all(lists, all);
     if let Some(best) = preferred.into_iter().min_by_key(fitness) {
         return Hint { nodes: Some(best), preferred: true };
     }
-    // As wide as the list that needs most nodes, or as near to that as can be; from below, if possible.
+    // The target width is that of the list that needs most nodes. Sets up to this width come first, the widest
+    // first; then wider sets, the narrowest first.
     let width = lists.iter().filter_map(|list| narrowest(list)).max().unwrap_or(0);
     let order = |set: &NodeSet| {
         let (length, ..) = fitness(set);
@@ -61,16 +64,16 @@ pub(crate) fn merge(lists: &[Vec<Hint>], all: NodeSet, distances: Option<&Distan
     Hint { nodes: Some(best.unwrap_or(all)), preferred: false }
 }
 
-/// The number of nodes of a list's narrowest hint; `None` if no hint names any.
+/// Returns the number of nodes of a list's narrowest hint; None if no hint names nodes.
 fn narrowest(list: &[Hint]) -> Option<u32> {
     list.iter().filter_map(|hint| hint.nodes).map(NodeSet::len).min()
 }
 
-/// The sets that every list has as a preferred hint, as far as these nodes are there. A preferred hint
-/// without nodes goes with any set.
+/// Returns the sets of existing nodes that every list has as a preferred hint. A preferred hint without nodes
+/// matches any set.
 fn preferred_by_all(lists: &[Vec<Hint>], all: NodeSet) -> BTreeSet<NodeSet> {
     let mut sets: BTreeSet<NodeSet> = BTreeSet::new();
-    // A combination of hints without nodes exists so far.
+    // True while all lists so far have a hint without nodes.
     let mut any = true;
     for list in lists {
         let preferred = || list.iter().filter(|hint| hint.preferred);
@@ -94,11 +97,11 @@ fn preferred_by_all(lists: &[Vec<Hint>], all: NodeSet) -> BTreeSet<NodeSet> {
     sets
 }
 
-/// The intersections of one hint of each list, and of all nodes.
+/// Returns the intersections of one hint per list and of all nodes.
 ///
-/// Two lists are combined by counting, for every set, the hints that contain it: a pair's intersection
-/// contains a set if both hints do. From the products the pairs with exactly that intersection follow
-/// (Möbius inversion), in a time that depends on the number of nodes alone.
+/// Counts, for every set, the hints of each list that contain the set: the intersection of a pair contains a
+/// set if both hints do. The products give the pairs with exactly that intersection (Möbius inversion), in a
+/// time that depends only on the number of nodes.
 fn reachable(lists: &[Vec<Hint>], all: NodeSet) -> Vec<NodeSet> {
     let subsets = Subsets::of(all.iter());
     let mut reached = vec![0_u64; subsets.count()];
@@ -120,7 +123,7 @@ fn reachable(lists: &[Vec<Hint>], all: NodeSet) -> Vec<NodeSet> {
     subsets.iter().filter(there).map(|(_, set)| set).collect()
 }
 
-/// Adds to every set the values of the sets that have one node more, node by node; or takes that back.
+/// Adds to every set the values of the sets that have one node more, node by node; or undoes this.
 fn over_supersets(values: &mut [u64], step: impl Fn(u64, u64) -> u64) {
     let mut bit = 1_usize;
     while bit < values.len() {
@@ -133,8 +136,8 @@ fn over_supersets(values: &mut [u64], step: impl Fn(u64, u64) -> u64) {
     }
 }
 
-/// The distances between all nodes of a set, together (`CalculateAverageFor`; of sets with equally many nodes
-/// the sum compares as the average does).
+/// Returns the sum of the distances between all nodes of a set (`CalculateAverageFor`; for sets with equal
+/// numbers of nodes, the sum and the average have the same order).
 fn distance(distances: &Distances, set: NodeSet) -> u64 {
     let between = |a: u32, b: u32| {
         let row = distances.get(&a);
@@ -149,7 +152,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every combination, as the kubelet goes through them.
+    /// Tries every combination, as the kubelet does.
     fn by_all_combinations(lists: &[Vec<Hint>], all: NodeSet) -> Hint {
         let mut combinations = vec![Vec::new()];
         for list in lists {

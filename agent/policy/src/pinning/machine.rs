@@ -1,4 +1,4 @@
-//! The CPUs of a machine, and what they share (`cpumanager/topology`).
+//! The CPUs of a machine, and the groups that share hardware (`cpumanager/topology`).
 
 use std::collections::BTreeMap;
 
@@ -8,22 +8,22 @@ use super::{
     nodes::{NODE_NUMBERS, NodeSet},
 };
 
-/// A CPU that is online, as the platform numbers what it is part of.
+/// An online CPU, with the platform's numbers of its groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpu {
     /// Its number.
     pub cpu: u32,
-    /// Its core's number, which may occur on other sockets and NUMA nodes too.
+    /// Number of its core, which may also occur on other sockets and NUMA nodes.
     pub core: u32,
     /// Its socket.
     pub socket: u32,
     /// Its NUMA node.
     pub numa: u32,
-    /// The number of its L3 cache; `None`: that of its socket.
+    /// Number of its L3 cache; None: the number of its socket.
     pub uncore: Option<u32>,
 }
 
-/// A kind of thing that CPUs share.
+/// A kind of group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
     Core,
@@ -32,7 +32,7 @@ pub(crate) enum Level {
     Uncore,
 }
 
-/// Groups of CPUs by their number; a core's number is its lowest CPU.
+/// Groups of CPUs by number; a core's number is its lowest CPU.
 pub(crate) type Groups = BTreeMap<u32, CpuSet>;
 
 /// The CPUs of a machine.
@@ -47,10 +47,10 @@ pub struct CpuTopology {
 }
 
 impl CpuTopology {
-    /// The topology of these CPUs (`Discover`).
+    /// Returns the topology of these CPUs (`Discover`).
     ///
     /// # Errors
-    /// There is no CPU, one is there twice, or a NUMA node's number is too large for a mask.
+    /// The list has no CPU, has a CPU twice, or has a NUMA node whose number is too large for a mask.
     pub fn new(cpus: &[Cpu]) -> Result<Self, PinningError> {
         let mut topology = Self::default();
         let mut cores: BTreeMap<(u32, u32, u32), CpuSet> = BTreeMap::new();
@@ -82,18 +82,18 @@ impl CpuTopology {
         Ok(topology)
     }
 
-    /// All CPUs.
+    /// Returns all CPUs.
     #[must_use]
     pub fn all(&self) -> &CpuSet {
         &self.all
     }
 
-    /// The NUMA nodes that have CPUs.
+    /// Returns the NUMA nodes that have CPUs.
     pub fn nodes(&self) -> impl Iterator<Item = u32> + '_ {
         self.nodes.keys().copied()
     }
 
-    /// The CPUs of some NUMA nodes.
+    /// Returns the CPUs of some NUMA nodes.
     #[must_use]
     pub fn of_nodes(&self, nodes: NodeSet) -> CpuSet {
         nodes
@@ -102,7 +102,7 @@ impl CpuTopology {
             .fold(CpuSet::default(), |all, own| all.union(own))
     }
 
-    /// The NUMA node of a CPU.
+    /// Returns the NUMA node of a CPU.
     #[must_use]
     pub fn node_of(&self, cpu: u32) -> Option<u32> {
         self.node_of.get(&cpu).copied()
@@ -117,12 +117,12 @@ impl CpuTopology {
         }
     }
 
-    /// Average number of CPUs in a group of this kind, rounded down (`CPUsPerCore`).
+    /// Returns the average number of CPUs in a group of this kind, rounded down (`CPUsPerCore`).
     pub(crate) fn average(&self, level: Level) -> usize {
         self.all.len().checked_div(self.groups(level).len()).unwrap_or(0)
     }
 
-    /// The groups of one kind that have one of these CPUs.
+    /// Returns the groups of a kind that have one of these CPUs.
     pub(crate) fn touched(&self, level: Level, cpus: &CpuSet) -> impl Iterator<Item = (u32, &CpuSet)> {
         let groups = self.groups(level).iter().map(|(number, group)| (*number, group));
         groups.filter(move |(_, group)| group.common(cpus) > 0)

@@ -1,17 +1,17 @@
-//! Which CPUs, which memory and which NUMA nodes a container gets: the kubelet's CPU manager, memory manager
-//! and topology manager (`pkg/kubelet/cm/{cpumanager,memorymanager,topologymanager}`, Kubernetes 1.36.2),
-//! with the fixes of 1.38.
+//! The CPUs, memory and NUMA nodes of containers: the kubelet's CPU manager, memory manager and topology
+//! manager (`pkg/kubelet/cm/{cpumanager,memorymanager,topologymanager}`, Kubernetes 1.36.2), with the fixes
+//! of 1.38.
 //!
-//! [`Pins`] holds all three managers and decides on admission: each provider (devices, CPUs, memory) gives
-//! its hints, the [`topology`] merges them into an affinity, and each provider allocates by it. [`cpus`] owns
-//! the exclusive CPUs and the shared pool, [`memory`] the reservations of each NUMA node; both read and write
-//! the kubelet's state files. A pod's wishes are read once, as [`Needs`].
+//! [`Pins`] owns all three managers and decides on admission: each provider (devices, CPUs, memory) returns
+//! its hints, the [`topology`] merges them into an affinity, and each provider allocates by that affinity.
+//! [`cpus`] owns the exclusive CPUs and the shared pool, [`memory`] the reservations of each NUMA node; both
+//! read and write the kubelet's state files. [`Needs`] has a pod's requests, parsed once.
 //!
-//! Nothing here touches a cgroup or a file: the caller writes the state file and the cpusets that follow. A
-//! CPU must never be in two exclusive sets, and a reserved CPU in none.
+//! This module touches neither cgroups nor files: the caller writes the state file and the resulting cpusets.
+//! A CPU must never be in two exclusive sets, and a reserved CPU in none.
 //!
-//! The kubelet also claims whole cores and sockets that are not free, where cores or sockets differ in size;
-//! here a group is claimed only if all of its CPUs are free.
+//! The kubelet also claims whole cores and sockets that are not free if cores or sockets differ in size; this
+//! module claims a group only if all of its CPUs are free.
 
 pub mod cpu_set;
 pub mod cpus;

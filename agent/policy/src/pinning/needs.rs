@@ -1,5 +1,5 @@
-//! The exclusive CPUs and the memory that a pod asks for, read once (`guaranteedCPUs`,
-//! `getContainerRequestedResources` and what they need).
+//! The exclusive CPUs and the memory that a pod requests, parsed once (`guaranteedCPUs`,
+//! `getContainerRequestedResources` and their helpers).
 
 use std::collections::BTreeMap;
 
@@ -18,12 +18,12 @@ use super::gates::Gates;
 /// Bytes by resource: `memory`, `hugepages-2Mi`, …
 pub type Bytes = BTreeMap<String, u64>;
 
-/// An amount of memory has a fraction of a byte.
+/// The error for an amount of memory with a fraction of a byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("[memorymanager] failed to represent quantity as int64")]
 pub struct NotWhole;
 
-/// The way a container shares time with those after it.
+/// The way in which a container shares time with later containers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Ends before the next container starts.
@@ -34,29 +34,29 @@ pub enum Kind {
     App,
 }
 
-/// One container's needs.
+/// The needs of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerNeeds {
     /// Its name.
     pub name: String,
-    /// The way it shares time with others.
+    /// The way in which the container shares time with others.
     pub kind: Kind,
-    /// Number of exclusive CPUs; zero: the container runs in the shared pool.
+    /// Number of exclusive CPUs; zero if the container runs in the shared pool.
     pub cpus: usize,
-    /// Memory, of the resources that it names.
+    /// Memory, for each resource that the container names.
     pub memory: Result<Bytes, NotWhole>,
 }
 
-/// A pod's needs.
+/// The needs of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Needs {
-    /// The pod's identity in the state files.
+    /// Identity of the pod in the state files.
     pub uid: String,
-    /// Only a Guaranteed pod gets anything of its own.
+    /// True for a Guaranteed pod; only these pods get exclusive resources.
     pub guaranteed: bool,
-    /// The pod has pod-level resources, and they are managed (KEP-5526).
+    /// True if the pod has managed pod-level resources (KEP-5526).
     pub pod_level: bool,
-    /// The pod has pod-level resources, and they are not: the pod gets nothing of its own.
+    /// True if the pod has pod-level resources that are not managed: the pod gets no exclusive resources.
     pub ignored: bool,
     /// Exclusive CPUs of the pod as a whole (`podGuaranteedCPUs`).
     pub cpus: usize,
@@ -67,7 +67,7 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Reads a pod's needs.
+    /// Parses a pod's needs.
     ///
     /// # Errors
     /// The path of the first amount in the pod that is not a quantity.
@@ -81,7 +81,7 @@ impl Needs {
         let guaranteed = qos_class_of(pod, &demand) == QosClass::Guaranteed;
         let pod_level = set && gates.pod_level_managers;
         let need = |container: &Container, kind: Kind, own: &Demand<'_>| {
-            // Beside pod-level resources a container must be Guaranteed by itself.
+            // In a pod with pod-level resources, a container must be Guaranteed by itself.
             let counts = !pod_level || is_guaranteed(own);
             ContainerNeeds {
                 name: container.name.clone(),
@@ -116,15 +116,15 @@ impl Needs {
         Ok(Self { uid: uid.to_owned(), guaranteed, pod_level, ignored, cpus, memory, containers })
     }
 
-    /// The init containers that have ended when this container starts; all of them, if it is no init
-    /// container.
+    /// Returns the init containers that have ended when this container starts: all of them for a container
+    /// that is not an init container.
     pub fn ended_before<'a>(&'a self, container: &'a str) -> impl Iterator<Item = &'a ContainerNeeds> {
         let before = self.containers.iter().take_while(move |other| other.name != container);
         before.filter(|other| other.kind == Kind::Init)
     }
 }
 
-/// Requests equal limits, of CPU and memory (`IsContainerEquivalentQOSGuaranteed`).
+/// Returns true if requests equal limits for CPU and memory (`IsContainerEquivalentQOSGuaranteed`).
 fn is_guaranteed(own: &Demand<'_>) -> bool {
     [CPU, MEMORY].iter().all(|name| {
         let request = own.requests.amount(name);
@@ -132,7 +132,7 @@ fn is_guaranteed(own: &Demand<'_>) -> bool {
     })
 }
 
-/// The request for CPUs if it is a whole number, else zero.
+/// Returns the request for CPUs if it is a whole number, otherwise zero.
 fn whole_cpus(requests: &ResourceList<'_>) -> usize {
     let cpus = requests.amount(CPU);
     let whole = cpus.value().checked_mul(1000) == Some(cpus.milli_value());
@@ -149,7 +149,8 @@ fn memory(requests: &ResourceList<'_>) -> Result<Bytes, NotWhole> {
         .collect()
 }
 
-/// Containers and sidecars together, or an init container with the sidecars before it.
+/// Returns the maximum of all containers and sidecars together, and of each init container with the sidecars
+/// before it.
 fn sum_of_cpus(containers: &[ContainerNeeds]) -> usize {
     let (mut sidecars, mut apps, mut largest) = (0_usize, 0_usize, 0_usize);
     for container in containers {
@@ -162,7 +163,7 @@ fn sum_of_cpus(containers: &[ContainerNeeds]) -> usize {
     largest.max(sidecars.saturating_add(apps))
 }
 
-/// The same for each resource that a container names.
+/// Returns the same for each resource that a container names.
 fn sum_of_memory(containers: &[ContainerNeeds]) -> Result<Bytes, NotWhole> {
     let (mut sidecars, mut apps, mut largest) = (Bytes::new(), Bytes::new(), Bytes::new());
     for container in containers {

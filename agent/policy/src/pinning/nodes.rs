@@ -4,10 +4,10 @@ use std::fmt;
 
 use beelet_units::cpu_list;
 
-/// Nodes with this number and above don't fit into a mask.
+/// Nodes with this number or a higher one do not fit into a mask.
 pub const NODE_NUMBERS: u32 = u64::BITS;
 
-/// Largest number of nodes that are weighed against each other: the managers compare all sets of them.
+/// Maximum number of nodes: the managers compare all sets of them.
 pub const MOST_NODES: usize = 16;
 
 /// NUMA nodes by their numbers, all below [`NODE_NUMBERS`].
@@ -15,13 +15,13 @@ pub const MOST_NODES: usize = 16;
 pub struct NodeSet(u64);
 
 impl NodeSet {
-    /// A set of one node; the empty set if the number is too large.
+    /// Returns a set of one node; the empty set if the number is too large.
     #[must_use]
     pub fn of(node: u32) -> Self {
         Self(1_u64.checked_shl(node).unwrap_or(0))
     }
 
-    /// Number of nodes.
+    /// Returns the number of nodes.
     #[must_use]
     pub fn len(self) -> u32 {
         self.0.count_ones()
@@ -39,30 +39,30 @@ impl NodeSet {
         self.0 & Self::of(node).0 != 0
     }
 
-    /// The nodes of both.
+    /// Returns the nodes of either set.
     #[must_use]
     pub fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// The nodes that both have.
+    /// Returns the nodes of both sets.
     #[must_use]
     pub fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Returns true if the other has all nodes of this one.
+    /// Returns true if the other set has all nodes of this one.
     #[must_use]
     pub fn is_subset(self, other: Self) -> bool {
         self.0 & !other.0 == 0
     }
 
-    /// The nodes, in ascending order.
+    /// Returns the nodes, in ascending order.
     pub fn iter(self) -> impl Iterator<Item = u32> {
         (0..NODE_NUMBERS).filter(move |node| self.contains(*node))
     }
 
-    /// Of two sets the narrower is the one with fewer nodes, then the one with the lower numbers
+    /// Compares two sets: the narrower one has fewer nodes, or the same number and the lower numbers
     /// (`IsNarrowerThan`).
     #[must_use]
     pub fn width(self) -> (u32, Self) {
@@ -88,34 +88,34 @@ impl fmt::Debug for NodeSet {
     }
 }
 
-/// All sets of at most [`MOST_NODES`] nodes but the empty one, with sums over their nodes.
+/// All sets of at most [`MOST_NODES`] nodes except the empty one, with sums over their nodes.
 #[derive(Debug)]
 pub(crate) struct Subsets {
     nodes: Vec<u32>,
 }
 
 impl Subsets {
-    /// The sets of these nodes; of more than [`MOST_NODES`] the first ones.
+    /// Returns the sets of these nodes; of more than [`MOST_NODES`], the sets of the first ones.
     pub(crate) fn of(nodes: impl IntoIterator<Item = u32>) -> Self {
         Self { nodes: nodes.into_iter().take(MOST_NODES).collect() }
     }
 
-    /// Number of nodes.
+    /// Returns the number of nodes.
     pub(crate) fn nodes(&self) -> u32 {
         u32::try_from(self.nodes.len()).unwrap_or(u32::MAX)
     }
 
-    /// Every set, with the index that [`Self::sums`] has it at.
+    /// Returns every set, with its index in [`Self::sums`].
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, NodeSet)> + '_ {
         (1..self.count()).map(|index| (index, self.set(index)))
     }
 
-    /// Number of sets, the empty one included.
+    /// Returns the number of sets, including the empty one.
     pub(crate) fn count(&self) -> usize {
         1_usize.checked_shl(self.nodes()).unwrap_or(1)
     }
 
-    /// The index of a set, as far as its nodes are there.
+    /// Returns the index of a set; ignores unknown nodes.
     pub(crate) fn index(&self, set: NodeSet) -> usize {
         let own = self.nodes.iter().zip(0_u32..).filter(|(node, _)| set.contains(**node));
         own.fold(0, |index, (_, bit)| index | 1_usize.checked_shl(bit).unwrap_or(0))
@@ -129,7 +129,7 @@ impl Subsets {
             .collect()
     }
 
-    /// For every set the sum of what its nodes have, modulo 2^64.
+    /// Returns the sum of its nodes' values for every set, modulo 2^64.
     pub(crate) fn sums(&self, of: impl Fn(u32) -> u64) -> Vec<u64> {
         let mut sums = vec![0_u64];
         for node in &self.nodes {

@@ -1,4 +1,4 @@
-//! The three managers together: a pod is admitted, starts its containers, and is gone (`scope_container.go`,
+//! The three managers together: admission of a pod, start of its containers, removal (`scope_container.go`,
 //! `scope_pod.go`).
 
 use super::{
@@ -15,7 +15,7 @@ use crate::devices::topology::{TopologyPolicy, TopologyScope};
 /// The managers of a node.
 #[derive(Debug, Clone)]
 pub struct Pins {
-    /// Which NUMA nodes are good enough.
+    /// The policy for NUMA nodes.
     pub topology: TopologyManager,
     /// Exclusive CPUs.
     pub cpus: CpuManager,
@@ -23,7 +23,7 @@ pub struct Pins {
     pub memory: MemoryManager,
 }
 
-/// The way to a decision: what each provider could do, and what came of it.
+/// The steps of a decision: the hints of each provider, and the merged result.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Alignment {
     /// The best hint, by container.
@@ -39,11 +39,11 @@ const NO_LOCALITY_OF_CONTAINER: &str =
     "Pod Scope pod with pod-level resources failed admission with a container-level topology manager";
 
 impl Pins {
-    /// Admits a pod: gives each of its containers, in order, devices, CPUs and memory. Does nothing for
-    /// containers that have theirs. What a refused pod got is free only after [`Self::release`].
+    /// Admits a pod: assigns devices, CPUs and memory to each of its containers, in order. Skips containers
+    /// that already have theirs. The assignments of a rejected pod become free only after [`Self::release`].
     ///
     /// # Errors
-    /// The providers don't agree, or too little is free.
+    /// The providers do not agree, or too little is free.
     pub fn admit(
         &mut self,
         needs: &Needs,
@@ -73,7 +73,7 @@ impl Pins {
         }
     }
 
-    /// All containers are aligned together.
+    /// Aligns all containers together.
     fn admit_as_one(
         &mut self,
         needs: &Needs,
@@ -116,8 +116,8 @@ impl Pins {
         self.memory.allocate(needs, container, hint)
     }
 
-    /// Returns true if the state files have all that a pod needs now: such a pod runs on as it is, without
-    /// admission, whatever has changed around it. The kubelet admits it again, and may end it.
+    /// Returns true if the state files have everything that a pod needs now. Such a pod continues without
+    /// admission after any change of the node; the kubelet admits it again, and may terminate it.
     #[must_use]
     pub fn holds(&self, needs: &Needs) -> bool {
         let static_cpus = !self.cpus.allocatable().is_empty();
@@ -125,7 +125,7 @@ impl Pins {
             let held = self.cpus.of(&needs.uid, &container.name);
             container.cpus == 0 || held.is_some_and(|held| held.len() == container.cpus)
         };
-        // An init container that has ended has given its memory back.
+        // An ended init container has released its memory.
         let memory = |container: &ContainerNeeds| {
             let named = container.memory.as_ref().is_ok_and(|memory| !memory.is_empty());
             container.kind == Kind::Init || !named || !self.memory.of(&needs.uid, &container.name).is_empty()
@@ -135,7 +135,7 @@ impl Pins {
         nothing || ((!static_cpus || all(&cpus)) && (!self.memory.is_static() || all(&memory)))
     }
 
-    /// A container is about to start.
+    /// Updates the managers before a container starts.
     pub fn container_starts(&mut self, needs: &Needs, container: &str) {
         self.memory.container_starts(needs, container);
     }
@@ -146,8 +146,7 @@ impl Pins {
         self.memory.release(uid);
     }
 
-    /// Frees all CPUs and all memory of pods and containers that are not wanted any more
-    /// (`removeStaleState`).
+    /// Frees all CPUs and all memory of pods and containers that are no longer active (`removeStaleState`).
     pub fn retain(&mut self, wanted: impl Fn(&str, &str) -> bool) {
         let pods = self.cpus.state().containers.keys().chain(self.memory.state().containers.keys());
         let pods: Vec<String> = pods

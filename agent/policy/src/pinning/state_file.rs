@@ -1,9 +1,9 @@
-//! State files as Go reads them.
+//! State files with Go's rules for JSON keys.
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Reads a file whose keys may be in any case: Go's decoder does not mind.
+/// Parses a file whose keys may have any case, as Go's decoder does.
 pub(crate) fn read<T: DeserializeOwned>(file: &str, keys: &[&str]) -> serde_json::Result<T> {
     let mut tree: Value = serde_json::from_str(file)?;
     if let Value::Object(map) = &mut tree {

@@ -1,4 +1,4 @@
-//! The topology manager: which merged hints a policy accepts (`pkg/kubelet/cm/topologymanager`).
+//! The topology manager: the policies that accept or reject merged hints (`pkg/kubelet/cm/topologymanager`).
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ const MAX_ALLOWABLE_NODES: i64 = 8;
 pub struct Node {
     /// Its number.
     pub id: u32,
-    /// The distances to all nodes; `None`: the machine does not report any.
+    /// Distances to all nodes; None if the machine reports none.
     pub distances: Option<Vec<u64>>,
 }
 
@@ -46,27 +46,27 @@ pub struct TopologyManager {
     policy: TopologyPolicy,
     scope: TopologyScope,
     all: NodeSet,
-    /// Set if close nodes are preferred.
+    /// Distances between the nodes, if close nodes are preferred.
     distances: Option<Distances>,
 }
 
-/// The nodes that the providers agree on.
+/// The result of merging the providers' hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Merged {
     /// The best hint.
     pub hint: Hint,
-    /// The policy accepts it.
+    /// True if the policy accepts the hint.
     pub admitted: bool,
 }
 
 impl TopologyManager {
-    /// The manager for a machine with these nodes (`NewManager`).
+    /// Creates the manager for a machine with these nodes (`NewManager`).
     ///
     /// # Errors
-    /// A setting that the policy does not allow, or more nodes than it allows.
+    /// The policy does not allow a setting, or not this number of nodes.
     pub fn new(settings: &TopologySettings, nodes: &[Node]) -> Result<Self, PinningError> {
         let all: NodeSet = nodes.iter().map(|node| node.id).collect();
-        // Without a policy the kubelet reads neither scope nor options.
+        // Without a policy, the kubelet reads neither scope nor options.
         if settings.policy == "none" {
             let (policy, scope) = (TopologyPolicy::None, TopologyScope::Container);
             return Ok(Self { policy, scope, all, distances: None });
@@ -103,19 +103,19 @@ impl TopologyManager {
         Ok(Self { policy, scope, all, distances })
     }
 
-    /// The policy.
+    /// Returns the policy.
     #[must_use]
     pub fn policy(&self) -> TopologyPolicy {
         self.policy
     }
 
-    /// The unit that is aligned together.
+    /// Returns the unit of alignment.
     #[must_use]
     pub fn scope(&self) -> TopologyScope {
         self.scope
     }
 
-    /// All nodes of the machine.
+    /// Returns all nodes of the machine.
     #[must_use]
     pub fn nodes(&self) -> NodeSet {
         self.all
@@ -145,7 +145,7 @@ impl TopologyManager {
     }
 }
 
-/// The distances of all nodes (`NewNUMAInfo`).
+/// Returns the distances of all nodes (`NewNUMAInfo`).
 fn distances(nodes: &[Node]) -> Result<Distances, PinningError> {
     let row = |node: &Node| Some((node.id, node.distances.clone()?));
     let rows: Option<Distances> = nodes.iter().map(row).collect();
@@ -182,7 +182,7 @@ impl Options {
     }
 }
 
-/// A truth value of an option, in Go's spellings (`strconv.ParseBool`).
+/// Parses a boolean option, in Go's spellings (`strconv.ParseBool`).
 pub(crate) fn flag(name: &str, value: &str) -> Result<bool, PinningError> {
     match value {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),

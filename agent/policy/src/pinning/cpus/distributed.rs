@@ -1,11 +1,13 @@
-//! CPUs spread evenly over as few NUMA nodes as can give them so (`takeByTopologyNUMADistributed`, KEP-2902).
+//! Distributes CPUs evenly over the smallest number of NUMA nodes that allows this
+//! (`takeByTopologyNUMADistributed`, KEP-2902).
 //!
-//! Combinations of 1, 2, 3, … nodes are tried. A combination is fit if each of its nodes has an even share;
-//! the rest goes to some of them, in groups (single CPUs, or whole cores). Of the fit ones that wins which
-//! leaves the nodes of the machine with the most equal numbers of free CPUs.
+//! The search tries combinations of 1, 2, 3, … nodes. A combination is fit if each of its nodes has an even
+//! share of free CPUs; some of the nodes take the remainder, in groups (single CPUs, or whole cores). The
+//! winner is the fit combination that leaves the machine's nodes with the most equal numbers of free CPUs.
 //!
-//! Follows 1.38 in two points: nodes that the topology manager has chosen are all used (k/k 139456), and with
-//! `align-by-socket` a combination on fewer sockets is better, whatever its balance (k/k 139778, 141238).
+//! The search follows 1.38 in two points: it uses all nodes that the topology manager has chosen (k/k
+//! 139456), and with `align-by-socket` a combination on fewer sockets is better for any balance (k/k 139778,
+//! 141238).
 
 use super::super::{
     cpu_set::CpuSet,
@@ -13,18 +15,18 @@ use super::super::{
 };
 use super::packed::{self, Claim, ClaimError, Manner};
 
-/// The largest number of distributions that are compared: all of them for eight nodes. On a machine with more
-/// nodes the best so far is used.
+/// Maximum number of compared distributions: all distributions for eight nodes. On a machine with more nodes,
+/// the best distribution so far wins.
 const MOST_TRIALS: usize = 1 << 16;
 
-/// What is asked for, beside the number of CPUs.
+/// The request, in addition to the number of CPUs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Distribution {
-    /// CPUs are handed out in groups of this size.
+    /// Size of the groups in which CPUs are claimed.
     pub(crate) group: usize,
-    /// Fewer sockets are better than a better balance.
+    /// True if fewer sockets are better than a better balance.
     pub(crate) align_by_socket: bool,
-    /// At least this number of nodes, if the machine can: those of the affinity.
+    /// Minimum number of nodes, if the machine has that many: those of the affinity.
     pub(crate) nodes: usize,
 }
 
@@ -64,17 +66,18 @@ struct Place {
 /// The search for the best distribution.
 struct Search<'t> {
     topology: &'t CpuTopology,
-    /// In the order in which they are tried.
+    /// Nodes in the order of the search.
     places: Vec<Place>,
     count: usize,
     wanted: Distribution,
     trials: usize,
 }
 
-/// A distribution: how much each place gives; and how good it is (less is better).
+/// A distribution: the number of CPUs of each place, and its rank (lower is better).
 struct Found {
     shares: Vec<usize>,
-    /// Sockets, if they count; thousandths of the standard deviation of what stays free.
+    /// Number of sockets, if sockets count; thousandths of the standard deviation of the free CPUs that
+    /// remain.
     score: (usize, u64),
 }
 
@@ -85,7 +88,7 @@ impl<'t> Search<'t> {
         Self { topology, places, count, wanted, trials: 0 }
     }
 
-    /// The CPUs that each node gives; `None` if no combination is fit.
+    /// Returns the CPUs of each node; None if no combination is fit.
     fn best(&mut self) -> Option<Vec<(u32, usize)>> {
         let (least, most) = self.range();
         let floor = if self.wanted.nodes <= most { self.wanted.nodes.max(least) } else { least };
@@ -94,7 +97,7 @@ impl<'t> Search<'t> {
         Some(given.map(|(place, share)| (place.node, share)).collect())
     }
 
-    /// The smallest and the largest number of nodes that are worth trying (`rangeNUMANodesNeededToSatisfy`).
+    /// Returns the smallest and the largest number of nodes to try (`rangeNUMANodesNeededToSatisfy`).
     fn range(&self) -> (usize, usize) {
         let group = self.wanted.group.max(1);
         let groups = self.topology.all().len().div_ceil(group);
@@ -103,7 +106,7 @@ impl<'t> Search<'t> {
         (needed.div_ceil(per_node), needed.min(self.places.len()))
     }
 
-    /// The best distribution over this number of nodes.
+    /// Returns the best distribution over this number of nodes.
     fn best_of(&mut self, nodes: usize) -> Option<Found> {
         let mut best: Option<Found> = None;
         let all: Vec<usize> = (0..self.places.len()).collect();
@@ -120,7 +123,7 @@ impl<'t> Search<'t> {
         best
     }
 
-    /// Number of sockets that these places are on; zero if that does not count.
+    /// Returns the number of sockets of these places; zero if sockets do not count.
     fn sockets(&self, chosen: &[usize]) -> usize {
         if !self.wanted.align_by_socket {
             return 0;
@@ -129,7 +132,7 @@ impl<'t> Search<'t> {
         self.topology.touched(Level::Socket, &self.topology.of_nodes(nodes.collect())).count()
     }
 
-    /// The shares of these places, and the balance that they leave; `None` if the combination is not fit.
+    /// Returns the shares of these places, and the balance after them; None if the combination is not fit.
     fn distribute(&mut self, chosen: &[usize]) -> Option<(Vec<usize>, u64)> {
         self.trials = self.trials.saturating_add(1);
         let group = self.wanted.group.max(1);
@@ -142,7 +145,7 @@ impl<'t> Search<'t> {
         let mut even = groups(self.count.checked_div(chosen.len())?).saturating_mul(group);
         let least = chosen.iter().map(free).min()?;
         if least < even {
-            // On as few sockets as possible rather than in equal parts.
+            // As few sockets as possible come before equal parts.
             if !self.wanted.align_by_socket {
                 return None;
             }
@@ -158,8 +161,8 @@ impl<'t> Search<'t> {
         self.distribute_rest(chosen, &shares, rest)
     }
 
-    /// Hands out the rest, group by group, to those of the places that leave the best balance: more places
-    /// are tried first.
+    /// Distributes the remainder, group by group, to those of the places that leave the best balance: tries
+    /// larger numbers of places first.
     fn distribute_rest(
         &mut self,
         chosen: &[usize],
@@ -185,7 +188,7 @@ impl<'t> Search<'t> {
         best
     }
 
-    /// Hands out the rest to these places in turn; `None` if they have not enough.
+    /// Distributes the remainder to these places in turn; returns None if they have too few CPUs.
     fn in_turn(&self, some: &[usize], even: &[usize], mut rest: usize) -> Option<Vec<usize>> {
         let group = self.wanted.group.max(1);
         let mut shares = even.to_vec();
@@ -205,7 +208,7 @@ impl<'t> Search<'t> {
         Some(shares)
     }
 
-    /// Thousandths of the standard deviation of what stays free, rounded as the kubelet rounds
+    /// Returns thousandths of the standard deviation of the free CPUs that remain, rounded as in the kubelet
     /// (`standardDeviation`).
     fn balance(&self, shares: &[usize]) -> u64 {
         let left = self.places.iter().zip(shares).map(|(place, share)| place.free.saturating_sub(*share));
@@ -218,7 +221,7 @@ impl<'t> Search<'t> {
     }
 }
 
-/// Calls for each choice of so many of the items, in order, until the function returns false.
+/// Calls the function for each choice of `count` items, in order, until the function returns false.
 fn each_choice(items: &[usize], count: usize, call: &mut impl FnMut(&[usize]) -> bool) {
     fn more(
         items: &[usize],

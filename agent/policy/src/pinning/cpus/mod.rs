@@ -1,8 +1,8 @@
-//! The CPU manager: which CPUs a container has for itself (`cpumanager/policy_static.go`).
+//! The CPU manager, which assigns exclusive CPUs to containers (`cpumanager/policy_static.go`).
 //!
-//! A container of a Guaranteed pod that asks for whole CPUs gets them out of the shared pool, where
-//! everything else runs. Reserved CPUs stay in the pool (or, with `strict-cpu-reservation`, are in neither).
-//! The CPUs of an init container go on to the containers after it; a sidecar keeps its own.
+//! A container of a Guaranteed pod that requests whole CPUs gets them from the shared pool, which all other
+//! containers use. Reserved CPUs stay in the pool (with `strict-cpu-reservation`, they are in neither). The
+//! containers after an init container reuse its CPUs; a sidecar keeps its CPUs.
 
 pub(crate) mod distributed;
 pub mod options;
@@ -36,9 +36,9 @@ pub struct CpuSettings {
     pub policy: String,
     /// `cpuManagerPolicyOptions`
     pub options: BTreeMap<String, String>,
-    /// `reservedSystemCPUs`: these, and no others.
+    /// `reservedSystemCPUs`: exactly these CPUs are reserved.
     pub reserved: CpuSet,
-    /// The CPUs that Node Allocatable keeps back, if they are not named.
+    /// Amount of CPU that Node Allocatable reserves, if the configuration names no CPUs.
     pub amount: Option<Quantity>,
 }
 
@@ -48,7 +48,7 @@ pub struct CpuManager {
     policy: Policy,
     pod_level: bool,
     state: CpuState,
-    /// CPUs that init containers leave to those after them, of the pod that was served last.
+    /// CPUs that init containers leave to later containers, of the most recently served pod.
     reuse: Option<(String, CpuSet)>,
 }
 
@@ -64,15 +64,15 @@ struct Static {
     topology: Arc<CpuTopology>,
     options: StaticOptions,
     reserved: CpuSet,
-    /// And all CPUs on their cores.
+    /// The reserved CPUs with all CPUs on their cores.
     reserved_cores: CpuSet,
 }
 
 impl CpuManager {
-    /// The manager for these settings; its state is empty until [`Self::start`].
+    /// Creates the manager for these settings; its state is empty until [`Self::start`].
     ///
     /// # Errors
-    /// A setting that can't be, or can't be on this machine.
+    /// A setting is invalid, or invalid on this machine.
     pub fn new(
         settings: &CpuSettings,
         topology: &Arc<CpuTopology>,
@@ -96,10 +96,10 @@ impl CpuManager {
         }
     }
 
-    /// Starts with the content of the state file, if there is one.
+    /// Starts with the content of the state file, if the file exists.
     ///
     /// # Errors
-    /// The file can't be read, is of another policy, or does not fit the machine and the settings.
+    /// The file is unreadable, is from another policy, or does not match the machine and the settings.
     pub fn start(&mut self, file: Option<&str>) -> Result<(), PinningError> {
         self.reuse = None;
         self.state = match file {
@@ -112,19 +112,19 @@ impl CpuManager {
         }
     }
 
-    /// The state file's content.
+    /// Returns the state file's content.
     #[must_use]
     pub fn file(&self) -> String {
         self.state.write(self.policy_name(), self.pod_level)
     }
 
-    /// The state.
+    /// Returns the state.
     #[must_use]
     pub fn state(&self) -> &CpuState {
         &self.state
     }
 
-    /// The CPUs that may ever be given away (`GetAllocatableCPUs`); none without a policy.
+    /// Returns the CPUs that may become exclusive (`GetAllocatableCPUs`); none without a policy.
     #[must_use]
     pub fn allocatable(&self) -> CpuSet {
         match &self.policy {
@@ -133,13 +133,13 @@ impl CpuManager {
         }
     }
 
-    /// The CPUs that a container has of its own, or of its pod.
+    /// Returns the exclusive CPUs of a container, or of its pod.
     #[must_use]
     pub fn of(&self, uid: &str, container: &str) -> Option<&CpuSet> {
         self.state.containers.get(uid)?.get(container)
     }
 
-    /// The nodes that a container's CPUs could come from (`GetTopologyHints`).
+    /// Returns the sets of nodes that could provide a container's CPUs (`GetTopologyHints`).
     #[must_use]
     pub fn hints(&self, needs: &Needs, container: &ContainerNeeds) -> ProviderHints {
         let Policy::Static(own) = &self.policy else { return ProviderHints::new() };
@@ -154,11 +154,11 @@ impl CpuManager {
         ProviderHints::from([(CPU.to_owned(), Some(hints))])
     }
 
-    /// Gives a container its CPUs, as far as possible from these nodes (`Allocate`). Does nothing if the
-    /// container has its CPUs, or needs none.
+    /// Assigns CPUs to a container, as far as possible from these nodes (`Allocate`). Does nothing if the
+    /// container already has its CPUs, or needs none.
     ///
     /// # Errors
-    /// Too few CPUs are free, or too few whole cores.
+    /// Too few CPUs, or too few whole cores, are free.
     pub fn allocate(
         &mut self,
         needs: &Needs,
@@ -186,12 +186,12 @@ impl CpuManager {
         Ok(())
     }
 
-    /// Frees all that a pod has.
+    /// Frees all CPUs of a pod.
     pub fn release(&mut self, uid: &str) {
         self.retain(uid, |_| false);
     }
 
-    /// Frees what a pod's containers have that are not wanted any more.
+    /// Frees the CPUs of containers of the pod that are no longer active.
     pub fn retain(&mut self, uid: &str, wanted: impl Fn(&str) -> bool) {
         if matches!(self.policy, Policy::None) {
             return;
@@ -202,7 +202,7 @@ impl CpuManager {
         let of_pod = self.state.pods.get(uid);
         let (before, after) = match of_pod {
             Some(pod) if containers.is_empty() => (before.union(pod), CpuSet::default()),
-            // The pod's CPUs are free only when its last container is gone.
+            // The pod's CPUs become free with its last container.
             Some(_) => (CpuSet::default(), CpuSet::default()),
             None => (before, containers.values().fold(CpuSet::default(), |all, set| all.union(set))),
         };
@@ -220,7 +220,8 @@ impl CpuManager {
         own.map_or_else(CpuSet::default, |(_, cpus)| cpus.clone())
     }
 
-    /// An init container's CPUs are for those after it; those of the others are not (`updateCPUsToReuse`).
+    /// Adds the CPUs of an init container to the reusable CPUs; removes those of other containers
+    /// (`updateCPUsToReuse`).
     fn hand_on(&mut self, uid: &str, kind: Kind, cpus: &CpuSet) {
         let before = self.reusable(uid);
         let reusable = if kind == Kind::Init { before.union(cpus) } else { before.difference(cpus) };
@@ -255,7 +256,8 @@ impl Static {
         Ok(own)
     }
 
-    /// The reserved CPUs where only their amount is known: rounded up, and picked as for a container.
+    /// Returns the reserved CPUs if the settings have only their amount: rounded up, and chosen as for a
+    /// container.
     fn pick_reserved(&self, amount: Option<Quantity>) -> Result<CpuSet, PinningError> {
         let amount = amount.filter(|amount| *amount > Quantity::ZERO).ok_or_else(|| {
             let message =
@@ -269,7 +271,7 @@ impl Static {
         })
     }
 
-    /// Checks what the file says, and fills an empty state (`validateState`).
+    /// Checks the content of the file, and initialises an empty state (`validateState`).
     fn check(&self, state: &mut CpuState) -> Result<(), PinningError> {
         let all = self.topology.all();
         let online = if self.options.strict { all.difference(&self.reserved) } else { all.clone() };
@@ -314,12 +316,12 @@ impl Static {
         Ok(())
     }
 
-    /// The CPUs that can be given away now (`GetAvailableCPUs`).
+    /// Returns the CPUs that are free now (`GetAvailableCPUs`).
     fn available(&self, state: &CpuState) -> CpuSet {
         state.shared.difference(&self.reserved)
     }
 
-    /// `full-pcpus-only`: whole cores, and as many as are free (`enforceSMTAlignment`).
+    /// Checks `full-pcpus-only`: whole cores, and enough free ones (`enforceSMTAlignment`).
     fn check_cores(&self, state: &CpuState, count: usize) -> Result<(), Refusal> {
         if !self.options.full_cores {
             return Ok(());
@@ -340,7 +342,7 @@ impl Static {
         Ok(())
     }
 
-    /// Claims CPUs, those near the nodes first (`allocateCPUs`).
+    /// Claims CPUs, first those near the nodes (`allocateCPUs`).
     fn claim_near(
         &self,
         state: &CpuState,
@@ -361,7 +363,7 @@ impl Static {
         Ok(self.claim(&free.difference(&near), rest, 0)?.union(&near))
     }
 
-    /// The CPUs of the nodes, or of their sockets (`getAlignedCPUs`).
+    /// Returns the CPUs of the nodes, or of their sockets (`getAlignedCPUs`).
     fn near(&self, nodes: NodeSet) -> CpuSet {
         let near = self.topology.of_nodes(nodes);
         if !self.options.align_by_socket {
@@ -371,7 +373,7 @@ impl Static {
         sockets.fold(CpuSet::default(), |all, (_, socket)| all.union(socket))
     }
 
-    /// Claims so many of the free CPUs, in the manner that the options ask for (`takeByTopology`).
+    /// Claims `count` of the free CPUs, in the way of the options (`takeByTopology`).
     fn claim(&self, free: &CpuSet, count: usize, nodes: usize) -> Result<CpuSet, ClaimError> {
         let StaticOptions { full_cores, distribute_nodes, distribute_cores, align_by_uncore, .. } =
             self.options;
@@ -385,7 +387,8 @@ impl Static {
         packed::claim(&self.topology, free, count, manner)
     }
 
-    /// The sets of nodes that have enough free CPUs, and all reusable ones (`generateCPUTopologyHints`).
+    /// Returns the sets of nodes that have enough free CPUs, and all reusable ones
+    /// (`generateCPUTopologyHints`).
     fn hints(&self, available: &CpuSet, reusable: &CpuSet, count: usize) -> Vec<Hint> {
         let count = u64::try_from(count).unwrap_or(u64::MAX);
         let subsets = Subsets::of(self.topology.nodes());
@@ -405,7 +408,8 @@ impl Static {
         possible.map(|(_, set)| Hint { nodes: Some(set), preferred: preferred(set) }).collect()
     }
 
-    /// `align-by-socket`: as few sockets as so many nodes need (`isHintSocketAligned`).
+    /// Returns true with `align-by-socket` if the set is on the minimum number of sockets for `least` nodes
+    /// (`isHintSocketAligned`).
     fn is_near_by_socket(&self, nodes: NodeSet, least: u32) -> bool {
         let count = |level| self.topology.groups(level).len();
         let per_socket = count(Level::Node).checked_div(count(Level::Socket)).unwrap_or(0);

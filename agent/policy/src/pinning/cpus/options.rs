@@ -28,25 +28,25 @@ const CONFLICTS: [(&str, &str); 4] = [
 /// The options, each off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StaticOptions {
-    /// Only whole cores are given away.
+    /// Claims only whole cores.
     pub full_cores: bool,
-    /// Where one NUMA node is not enough, the CPUs are spread evenly.
+    /// Distributes the CPUs evenly if a single NUMA node has too few.
     pub distribute_nodes: bool,
-    /// CPUs are near each other if they are on one socket.
+    /// CPUs on the same socket count as near each other.
     pub align_by_socket: bool,
-    /// CPUs are taken from as many cores as possible.
+    /// Claims CPUs from as many cores as possible.
     pub distribute_cores: bool,
-    /// The shared pool does not have the reserved CPUs.
+    /// Removes the reserved CPUs from the shared pool.
     pub strict: bool,
-    /// CPUs are taken from as few L3 caches as possible.
+    /// Claims CPUs from as few L3 caches as possible.
     pub align_by_uncore: bool,
 }
 
 impl StaticOptions {
-    /// Reads the options (`NewStaticPolicyOptions`).
+    /// Parses the options (`NewStaticPolicyOptions`).
     ///
     /// # Errors
-    /// An unknown option, one whose gate is off, a bad value, or two that exclude each other.
+    /// An option is unknown, its gate is off, its value is invalid, or two options exclude each other.
     pub fn read(options: &BTreeMap<String, String>, gates: Gates) -> Result<Self, PinningError> {
         let mut read = Self::default();
         for (name, value) in options {

@@ -1,5 +1,5 @@
-//! CPUs out of a set of free ones, as near each other as can be (`takeByTopologyNUMAPacked`): whole NUMA
-//! nodes and sockets first, then whole L3 caches if that is asked for, then whole cores, then single CPUs.
+//! Claims free CPUs as near to each other as possible (`takeByTopologyNUMAPacked`): whole NUMA nodes and
+//! sockets first, then whole L3 caches if requested, then whole cores, then single CPUs.
 
 use std::collections::BTreeSet;
 
@@ -8,28 +8,28 @@ use super::super::{
     machine::{CpuTopology, Level},
 };
 
-/// The CPUs can't be claimed.
+/// The error of a failed claim.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ClaimError {
-    /// Fewer are free.
+    /// Too few CPUs are free.
     #[error("not enough cpus available to satisfy request: requested={requested}, available={available}")]
     TooFew {
-        /// Wanted.
+        /// Number of requested CPUs.
         requested: usize,
-        /// Free.
+        /// Number of free CPUs.
         available: usize,
     },
-    /// The search went wrong.
+    /// The search failed.
     #[error("failed to allocate cpus")]
     Failed,
 }
 
-/// The order of single CPUs, and the groups that count.
+/// The order of single CPUs, and the relevant groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Manner {
-    /// From as many cores as possible, and no whole cores (`distribute-cpus-across-cores`).
+    /// Claims from as many cores as possible, and no whole cores (`distribute-cpus-across-cores`).
     pub(crate) spread: bool,
-    /// From as few L3 caches as possible (`prefer-align-cpus-by-uncorecache`).
+    /// Claims from as few L3 caches as possible (`prefer-align-cpus-by-uncorecache`).
     pub(crate) uncore: bool,
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn claim(
     if claim.needed > 0 { Err(ClaimError::Failed) } else { Ok(claim.claimed) }
 }
 
-/// CPUs that are being claimed (`cpuAccumulator`).
+/// The CPUs of a claim in progress (`cpuAccumulator`).
 #[derive(Debug)]
 pub(crate) struct Claim<'t> {
     topology: &'t CpuTopology,
@@ -79,7 +79,8 @@ impl<'t> Claim<'t> {
         self.claimed = self.claimed.union(cpus);
     }
 
-    /// The larger kind of group first: a socket may have several NUMA nodes, or a node several sockets.
+    /// Returns the kinds of groups, the larger one first: a socket may have several NUMA nodes, or a node
+    /// several sockets.
     fn outer(&self) -> [Level; 2] {
         if self.topology.groups(Level::Socket).len() >= self.topology.groups(Level::Node).len() {
             [Level::Node, Level::Socket]
@@ -88,8 +89,8 @@ impl<'t> Claim<'t> {
         }
     }
 
-    /// The groups of a kind that have free CPUs in `within`: those with fewest free CPUs first, so that
-    /// others stay whole.
+    /// Returns the groups of a kind that have free CPUs in `within`, those with the fewest free CPUs first,
+    /// so that other groups stay whole.
     fn sorted(&self, level: Level, within: &CpuSet) -> Vec<(u32, &'t CpuSet)> {
         let here = self.free.intersection(within);
         let mut groups: Vec<(usize, u32, &CpuSet)> = self
@@ -101,7 +102,7 @@ impl<'t> Claim<'t> {
         groups.into_iter().map(|(_, number, group)| (number, group)).collect()
     }
 
-    /// All groups of a kind that have free CPUs, sorted within each group of the kinds around them.
+    /// Returns all groups of a kind that have free CPUs, sorted by the enclosing groups of larger kinds.
     pub(crate) fn nested(&self, level: Level) -> Vec<(u32, &'t CpuSet)> {
         let [first, second] = self.outer();
         let around: &[Level] = match level {
@@ -120,12 +121,12 @@ impl<'t> Claim<'t> {
         groups
     }
 
-    /// Claims whole groups, as many as are needed.
+    /// Claims whole groups while the claim needs them.
     fn whole(&mut self, level: Level) {
         if self.needed == 0 {
             return;
         }
-        // Cores and sockets of another size than the average never count as whole for the kubelet.
+        // For the kubelet, cores and sockets whose size differs from the average never count as whole.
         let average = matches!(level, Level::Core | Level::Socket).then(|| self.topology.average(level));
         let is_free = |(_, group): &(u32, &CpuSet)| {
             group.is_subset(&self.free) && average.is_none_or(|average| average == group.len())
@@ -154,7 +155,7 @@ impl<'t> Claim<'t> {
         }
     }
 
-    /// Claims all that is still needed from one L3 cache, if that has so many CPUs on as few cores as
+    /// Claims all remaining CPUs from one L3 cache, if that cache has enough free CPUs on as few cores as
     /// possible (`takePartialUncore`).
     fn part_of(&mut self, uncore: &CpuSet) {
         let per_core = self.topology.average(Level::Core).max(1);
@@ -182,14 +183,14 @@ impl<'t> Claim<'t> {
         self.add(&cpus);
     }
 
-    /// Core by core (`sortAvailableCPUsPacked`).
+    /// Returns the CPUs core by core (`sortAvailableCPUsPacked`).
     fn packed(&self) -> Vec<u32> {
         let free_of = |(_, core): (u32, &CpuSet)| core.intersection(&self.free).iter().collect::<Vec<_>>();
         self.nested(Level::Core).into_iter().flat_map(free_of).collect()
     }
 
-    /// Socket by socket, and within each one CPU of every core in turn (`sortAvailableCPUsSpread` as of 1.38,
-    /// k/k 140766; before, CPUs went by their number).
+    /// Returns the CPUs socket by socket, and within each socket one CPU of every core in turn
+    /// (`sortAvailableCPUsSpread` as of 1.38, k/k 140766; before, CPUs were in the order of their numbers).
     fn spread(&self) -> Vec<u32> {
         let mut order = Vec::new();
         for (_, socket) in self.nested(Level::Socket) {

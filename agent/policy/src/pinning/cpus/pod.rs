@@ -1,5 +1,5 @@
 //! CPUs of a pod with pod-level resources, under the pod scope (`AllocatePod`, KEP-5526): the pod gets its
-//! CPUs as a whole, and they are divided among its containers.
+//! CPUs as a whole, and its containers share them.
 
 use super::super::{
     cpu_set::CpuSet,
@@ -11,7 +11,7 @@ use super::super::{
 use super::{CPU, CpuManager, Policy, Static};
 
 impl CpuManager {
-    /// The nodes that a pod's CPUs could come from, all together (`GetPodTopologyHints`).
+    /// Returns the sets of nodes that could provide all CPUs of a pod (`GetPodTopologyHints`).
     #[must_use]
     pub fn pod_hints(&self, needs: &Needs) -> ProviderHints {
         let Policy::Static(own) = &self.policy else { return ProviderHints::new() };
@@ -32,11 +32,11 @@ impl CpuManager {
         hints(own.hints(&own.available(&self.state), &reusable, needs.cpus))
     }
 
-    /// Gives a pod its CPUs, and divides them. A pod that has its CPUs (after a restart) keeps them, as 1.38
-    /// does (k/k 141041).
+    /// Assigns CPUs to a pod, and divides them. A pod that already has its CPUs (after a restart) keeps them,
+    /// as in 1.38 (k/k 141041).
     ///
     /// # Errors
-    /// Too few CPUs are free, too few whole cores, or containers without CPUs of their own would have none.
+    /// Too few CPUs or whole cores are free, or no CPUs would remain for containers without exclusive CPUs.
     pub fn allocate_pod(&mut self, needs: &Needs, nodes: Option<NodeSet>) -> Result<(), Refusal> {
         let Policy::Static(own) = &self.policy else { return Ok(()) };
         if needs.cpus == 0 {
@@ -62,8 +62,9 @@ impl CpuManager {
 }
 
 impl Static {
-    /// Divides a pod's CPUs among its containers; those that have theirs keep them. An init container has all
-    /// that the sidecars before it leave; what exclusive containers leave is for the others.
+    /// Divides a pod's CPUs among its containers; containers that already have their CPUs keep them. An init
+    /// container gets all CPUs that the sidecars before it leave; the shared containers get the CPUs that
+    /// exclusive containers leave.
     fn divide(
         &self,
         needs: &Needs,
@@ -97,7 +98,7 @@ impl Static {
     }
 }
 
-/// Containers without CPUs of their own need some of the pod's (`validatePodScopeResources`).
+/// Checks that containers without exclusive CPUs have some of the pod's CPUs (`validatePodScopeResources`).
 fn check_shared_pool(needs: &Needs) -> Result<(), &'static str> {
     let (mut exclusive, mut sharing) = (0_usize, false);
     for container in &needs.containers {

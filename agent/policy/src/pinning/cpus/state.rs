@@ -1,8 +1,8 @@
-//! The kubelet's state file of the CPU manager: read, checked and written (`cpumanager/state`).
+//! The kubelet's state file of the CPU manager: parsed, checked and written (`cpumanager/state`).
 //!
-//! Its checksum is FNV-1a over what go-spew prints for the checkpoint. Of the three versions V3 has pod-level
-//! entries and is written with the gate on, V2 is written with the gate off, and V1 names containers by their
-//! runtime's ids.
+//! The checksum of the file is FNV-1a over the output of go-spew for the checkpoint. Of the three versions,
+//! V3 has pod-level entries and is written with the gate on, V2 is written with the gate off, and V1 names
+//! containers by the runtime's ids.
 
 use std::collections::BTreeMap;
 
@@ -14,12 +14,12 @@ use crate::devices::checkpoint::fnv1a;
 /// CPUs by pod uid and container.
 pub type Assignments = BTreeMap<String, BTreeMap<String, CpuSet>>;
 
-/// What the file holds.
+/// The content of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CpuState {
-    /// The CPUs of everything that has none of its own.
+    /// The CPUs of all containers without exclusive CPUs.
     pub shared: CpuSet,
-    /// The CPUs that containers have of their own, or of their pod.
+    /// The exclusive CPUs of containers, or of their pods.
     pub containers: Assignments,
     /// The CPUs of pods with pod-level resources.
     pub pods: BTreeMap<String, CpuSet>,
@@ -72,15 +72,15 @@ fn read_set(list: &str) -> Result<CpuSet, PinningError> {
 }
 
 impl CpuState {
-    /// Reads a file (`restoreState`).
+    /// Parses a file (`restoreState`).
     ///
     /// # Errors
-    /// The text is no state file, is not as it was written, or is of another policy.
+    /// The text is not a state file, has a wrong checksum, or is from another policy.
     pub(crate) fn read(file: &str, policy: &str, pod_level: bool) -> Result<Self, PinningError> {
         let read = state_file::read::<File>(file, KEYS).ok();
         let file = match read.and_then(|read| read.intact(pod_level)) {
             Some(read) => read,
-            // A file without containers is one of the old version, too.
+            // A file without containers is also valid as the old version.
             None => read_old(file)?,
         };
         if file.policy_name != policy {
@@ -101,7 +101,7 @@ impl CpuState {
         })
     }
 
-    /// The file's content.
+    /// Returns the file's content.
     #[must_use]
     pub(crate) fn write(&self, policy: &str, pod_level: bool) -> String {
         let lists = |sets: &BTreeMap<String, CpuSet>| {
@@ -125,8 +125,8 @@ impl CpuState {
 }
 
 impl File {
-    /// The file as V3 if its checksum is that, else as V2, which has no pods and needs no checksum; `None` if
-    /// the file is neither.
+    /// Returns the file as V3 if its checksum is that of V3, otherwise as V2, which has no pods and needs no
+    /// checksum; None if the file is neither.
     fn intact(mut self, pod_level: bool) -> Option<Self> {
         let is = |text: &str| self.checksum == u64::from(fnv1a(text));
         if pod_level && self.pods().and_then(|pods| self.text_v3(&pods)).is_some_and(|text| is(&text)) {
@@ -179,7 +179,7 @@ fn map_text(entries: impl Iterator<Item = String>) -> String {
     format!("map[{}]", entries.collect::<Vec<_>>().join(" "))
 }
 
-/// Reads a file of V1. Its containers are named by ids of the runtime, which nothing here knows.
+/// Parses a file of V1, whose containers are named by the runtime's ids, which this module does not know.
 fn read_old(file: &str) -> Result<File, PinningError> {
     let old: OldFile = state_file::read(file, KEYS).map_err(unreadable)?;
     let entries = map_text(old.entries.iter().map(|(id, list)| format!("{id}:{list}")));

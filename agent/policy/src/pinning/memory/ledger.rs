@@ -1,9 +1,9 @@
-//! The memory of each NUMA node: what there is, what is reserved for the system, what containers have
+//! The memory of each NUMA node: its total, the reservation for the system, the amounts of containers
 //! (`NUMANodeMap` of `memorymanager/state`).
 //!
-//! A node with less memory than is reserved on it has, as for the kubelet, an allocatable amount just below
-//! 2^64, and sums wrap around. [`Ledger::overdrawn`] names such nodes, so that no agent starts with them in
-//! silence.
+//! As in the kubelet, a node with less memory than its reservation has an allocatable amount just below 2^64,
+//! and sums wrap around. [`Ledger::overdrawn`] names these nodes, so that no agent starts with one of them
+//! silently.
 
 use std::collections::BTreeMap;
 
@@ -15,53 +15,53 @@ use super::super::{
     nodes::{NodeSet, Subsets},
 };
 
-/// One resource of one node, in bytes.
+/// A resource of a node, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Table {
-    /// All of the node's; of `memory`, huge pages included.
+    /// The node's total; for `memory`, including huge pages.
     pub total: u64,
-    /// Kept back for the system.
+    /// The reservation for the system.
     pub system_reserved: u64,
-    /// The rest, without huge pages.
+    /// The remaining amount, without huge pages.
     pub allocatable: u64,
-    /// Of that, given to containers.
+    /// The allocatable amount that containers have.
     pub reserved: u64,
-    /// And not.
+    /// The allocatable amount that is free.
     pub free: u64,
 }
 
-/// One NUMA node.
+/// A NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodeMemory {
-    /// One for each container and resource that has some of it.
+    /// Number of assignments from this node, one per container and resource.
     pub assignments: i64,
-    /// By resource.
+    /// The amounts by resource.
     pub tables: BTreeMap<String, Table>,
-    /// The nodes that give memory together with this one; this one alone if there are none.
+    /// The group of nodes that provides memory together with this one; only this node if it is in no group.
     pub cells: NodeSet,
 }
 
-/// Memory of a container or a pod, out of some nodes.
+/// Memory of a container or a pod, from a set of nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
     /// The nodes.
     pub nodes: NodeSet,
-    /// `memory`, `hugepages-2Mi`, …
+    /// The resource: `memory`, `hugepages-2Mi`, …
     pub resource: String,
-    /// In bytes; zero where others have taken all of it over.
+    /// The size in bytes; zero if later containers reuse all of it.
     pub size: u64,
 }
 
 /// The memory of all nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ledger {
-    /// By the node's number.
+    /// The nodes by number.
     pub nodes: BTreeMap<u32, NodeMemory>,
 }
 
 impl Ledger {
-    /// The nodes that have less of a resource than is reserved of it.
+    /// Returns the nodes that have less of a resource than their reservation.
     pub fn overdrawn(&self) -> impl Iterator<Item = (u32, &str)> {
         let tables =
             self.nodes.iter().flat_map(|(number, node)| node.tables.iter().map(|table| (*number, table)));
@@ -73,18 +73,19 @@ impl Ledger {
         self.nodes.get(&node).and_then(|node| node.tables.get(resource)).copied().unwrap_or_default()
     }
 
-    /// Free bytes of a resource on all of these nodes.
+    /// Returns the free bytes of a resource on all of these nodes.
     pub(crate) fn free(&self, nodes: NodeSet, resource: &str) -> u64 {
         nodes.iter().fold(0, |sum: u64, node| sum.wrapping_add(self.table(node, resource).free))
     }
 
-    /// Returns true if these nodes have all that is asked for (`isAffinitySatisfyRequest`).
+    /// Returns true if these nodes have all requested amounts (`isAffinitySatisfyRequest`).
     pub(crate) fn satisfies(&self, nodes: NodeSet, wanted: &Bytes) -> bool {
         wanted.iter().all(|(resource, size)| self.free(nodes, resource) >= *size)
     }
 
-    /// The sets of nodes that could give all of it (`calculateHints`): those whose nodes give memory together
-    /// already, or that give none. `reusable` is what the pod's init containers leave of a resource on a set.
+    /// Returns the sets of nodes that could satisfy a request (`calculateHints`): sets whose nodes already
+    /// form a group, or provide no memory yet. `reusable` is the amount of a resource on a set that the pod's
+    /// init containers leave.
     pub(crate) fn hints(&self, wanted: &Bytes, reusable: impl Fn(NodeSet, &str) -> u64) -> Vec<Hint> {
         let subsets = Subsets::of(self.nodes.keys().copied());
         let allocatable: Vec<(Vec<u64>, u64)> = wanted
@@ -114,20 +115,19 @@ impl Ledger {
         nodes.len() == 1 && self.is_grouped(nodes)
     }
 
-    /// One of these nodes gives memory together with others.
+    /// Returns true if one of these nodes is in a group.
     fn is_grouped(&self, nodes: NodeSet) -> bool {
         nodes.iter().filter_map(|node| self.nodes.get(&node)).any(|node| node.cells.len() > 1)
     }
 
-    /// Several nodes can't give memory together if one of them gives some by itself, or with others
-    /// (`isAffinityViolatingNUMAAllocations`).
+    /// Returns true if several nodes cannot form a group because one of them provides memory alone, or in
+    /// another group (`isAffinityViolatingNUMAAllocations`).
     pub(crate) fn violates(&self, nodes: NodeSet) -> bool {
         let used = nodes.iter().filter_map(|node| self.nodes.get(&node)).filter(|node| node.assignments > 0);
         nodes.len() > 1 && used.into_iter().any(|node| node.cells.len() == 1 || node.cells != nodes)
     }
 
-    /// Reserves memory on these nodes, the first ones first (`updateMachineState`). Returns the bytes for
-    /// which there was no room.
+    /// Reserves memory on these nodes, in order (`updateMachineState`). Returns the bytes that did not fit.
     pub(crate) fn reserve(&mut self, nodes: NodeSet, resource: &str, mut size: u64) -> u64 {
         for node in nodes.iter() {
             let Some(node) = self.nodes.get_mut(&node) else { continue };

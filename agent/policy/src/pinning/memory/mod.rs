@@ -1,9 +1,9 @@
-//! The memory manager: which NUMA nodes a container's memory and huge pages come from
+//! The memory manager, which assigns NUMA nodes to containers' memory and huge pages
 //! (`memorymanager/policy_static.go`).
 //!
-//! A container of a Guaranteed pod gets a *block* of each resource that it names: a number of bytes out of
-//! one node, or out of a group of nodes. A node in a group serves that group alone. The memory of an init
-//! container goes on to the containers after it, and is free once they start.
+//! A container of a Guaranteed pod gets a *block* of each resource that it names: a number of bytes from one
+//! node, or from a group of nodes. A node in a group serves only that group. Later containers reuse the
+//! memory of an init container, which becomes free when they start.
 
 pub mod ledger;
 mod pod;
@@ -27,11 +27,11 @@ pub use state::{Assignments, MemoryState};
 /// The memory manager.
 #[derive(Debug, Clone)]
 pub struct MemoryManager {
-    /// What the machine has, with nothing given away; `None`: the policy is `None`.
+    /// The machine without assignments; None: the policy is `None`.
     machine: Option<Ledger>,
     pod_level: bool,
     state: MemoryState,
-    /// Memory that init containers leave to those after them, of the pod that was served last.
+    /// Memory that init containers leave to later containers, of the most recently served pod.
     reuse: Reuse,
 }
 
@@ -47,8 +47,8 @@ impl Reuse {
         of_pod.and_then(|left| left.get(&(nodes, resource.to_owned()))).copied().unwrap_or(0)
     }
 
-    /// An init container leaves its memory; the others take what they need of it
-    /// (`updatePodReusableMemory`).
+    /// Adds the memory of an init container to the reusable memory; subtracts the amounts that other
+    /// containers need (`updatePodReusableMemory`).
     fn update(&mut self, uid: &str, kind: Kind, blocks: &[Block]) {
         if self.uid != uid {
             *self = Self { uid: uid.to_owned(), left: BTreeMap::new() };
@@ -60,16 +60,16 @@ impl Reuse {
     }
 }
 
-/// Too little memory, in the kubelet's words.
+/// Returns the rejection for too little memory, in the kubelet's words.
 fn refuse(cause: &str) -> Refusal {
     Refusal::unexpected(format!("[memorymanager] {cause}"))
 }
 
 impl MemoryManager {
-    /// The manager for these settings; its state is empty until [`Self::start`].
+    /// Creates the manager for these settings; its state is empty until [`Self::start`].
     ///
     /// # Errors
-    /// A setting that can't be, or can't be on this machine.
+    /// A setting is invalid, or invalid on this machine.
     pub fn new(settings: &MemorySettings, nodes: &[MemoryNode], gates: Gates) -> Result<Self, PinningError> {
         let machine = settings.machine(nodes)?;
         let pod_level = gates.pod_level_managers;
@@ -80,10 +80,10 @@ impl MemoryManager {
         if self.machine.is_some() { "Static" } else { "None" }
     }
 
-    /// Starts with the content of the state file, if there is one (`validateState`).
+    /// Starts with the content of the state file, if the file exists (`validateState`).
     ///
     /// # Errors
-    /// The file can't be read, is of another policy, or does not fit the machine and the settings.
+    /// The file is unreadable, is from another policy, or does not match the machine and the settings.
     pub fn start(&mut self, file: Option<&str>) -> Result<(), PinningError> {
         self.reuse = Reuse::default();
         self.state = match file {
@@ -110,13 +110,13 @@ impl MemoryManager {
         Ok(())
     }
 
-    /// The state file's content.
+    /// Returns the state file's content.
     #[must_use]
     pub fn file(&self) -> String {
         self.state.write(self.policy_name(), self.pod_level)
     }
 
-    /// The state.
+    /// Returns the state.
     #[must_use]
     pub fn state(&self) -> &MemoryState {
         &self.state
@@ -128,7 +128,7 @@ impl MemoryManager {
         self.machine.is_some()
     }
 
-    /// The memory that a container has; empty if it has none.
+    /// Returns the memory of a container; empty if it has none.
     #[must_use]
     pub fn of(&self, uid: &str, container: &str) -> &[Block] {
         self.held(uid, container).map_or(&[], Vec::as_slice)
@@ -138,7 +138,7 @@ impl MemoryManager {
         self.state.containers.get(uid)?.get(container)
     }
 
-    /// The nodes that a container's memory could come from (`GetTopologyHints`).
+    /// Returns the sets of nodes that could provide a container's memory (`GetTopologyHints`).
     #[must_use]
     pub fn hints(&self, needs: &Needs, container: &ContainerNeeds) -> ProviderHints {
         let Ok(wanted) = &container.memory else { return ProviderHints::new() };
@@ -155,11 +155,11 @@ impl MemoryManager {
         self.state.ledger.hints(wanted, |nodes, resource| self.reuse.of(uid, nodes, resource))
     }
 
-    /// Gives a container its memory, from these nodes and more if they have too little (`Allocate`). Does
-    /// nothing if the container has its memory.
+    /// Assigns memory to a container, from these nodes and more nodes if they have too little (`Allocate`).
+    /// Does nothing if the container already has its memory.
     ///
     /// # Errors
-    /// Too little memory is free, or none that can be given away together.
+    /// Too little memory is free, or no valid group of nodes has enough.
     pub fn allocate(
         &mut self,
         needs: &Needs,
@@ -188,12 +188,12 @@ impl MemoryManager {
         Ok(())
     }
 
-    /// The nodes that the memory comes from: those of the affinity if they have enough, or more nodes, and
-    /// the best ones if there is no affinity.
+    /// Returns the nodes for the memory: those of the affinity if they have enough, otherwise more nodes; the
+    /// best nodes without an affinity.
     fn choose(&self, uid: &str, wanted: &Bytes, affinity: Hint) -> Result<NodeSet, Refusal> {
         let ledger = &self.state.ledger;
         let best = |within: NodeSet| {
-            // Without memory among the resources the kubelet finds no hint.
+            // If the resources lack `memory`, the kubelet finds no hint.
             let hints = if wanted.contains_key(MEMORY) { self.possible(uid, wanted) } else { Vec::new() };
             let sets = hints.into_iter().filter_map(|hint| Some((hint.nodes?, hint.preferred)));
             let wider = sets.filter(|(nodes, _)| within.is_subset(*nodes));
@@ -228,8 +228,8 @@ impl MemoryManager {
         Ok(nodes)
     }
 
-    /// The sizes of init containers shrink by what a container takes over from them, so that the sum of all
-    /// is what the pod has (`updateInitContainersMemoryBlocks`).
+    /// Shrinks the blocks of init containers by the amounts that a container reuses, so that the sum of all
+    /// blocks is the pod's memory (`updateInitContainersMemoryBlocks`).
     fn shrink_inits(&mut self, needs: &Needs, container: &ContainerNeeds, blocks: &[Block]) {
         let Some(pod) = self.state.containers.get_mut(&needs.uid) else { return };
         for block in blocks {
@@ -246,19 +246,19 @@ impl MemoryManager {
         }
     }
 
-    /// A container is about to start: the init containers before it have ended, and their memory is free
+    /// Frees the memory of the init containers before a starting container, because they have ended
     /// (`AddContainer`). Memory of a pod with pod-level resources stays with the pod.
     pub fn container_starts(&mut self, needs: &Needs, container: &str) {
         let ended: Vec<String> = needs.ended_before(container).map(|init| init.name.clone()).collect();
         self.retain(&needs.uid, |name| !ended.iter().any(|ended| ended == name));
     }
 
-    /// Frees all that a pod has.
+    /// Frees all memory of a pod.
     pub fn release(&mut self, uid: &str) {
         self.retain(uid, |_| false);
     }
 
-    /// Frees what a pod's containers have that are not wanted any more.
+    /// Frees the memory of containers of the pod that are no longer active.
     pub fn retain(&mut self, uid: &str, wanted: impl Fn(&str) -> bool) {
         if self.machine.is_none() {
             return;
@@ -266,7 +266,7 @@ impl MemoryManager {
         let of_pod = self.state.pods.contains_key(uid);
         let mut containers = self.state.containers.remove(uid).unwrap_or_default();
         for (name, blocks) in &containers {
-            // The pod's memory is free only when its last container is gone.
+            // The pod's memory becomes free with its last container.
             if !of_pod && !wanted(name) {
                 self.state.ledger.release(blocks);
             }
@@ -301,7 +301,7 @@ fn blocks(nodes: NodeSet, sizes: &Bytes) -> Vec<Block> {
     sizes.iter().map(|(resource, size)| Block { nodes, resource: resource.clone(), size: *size }).collect()
 }
 
-/// The same hints for every resource; none at all, which means no preference, if there is no hint.
+/// Returns the same hints for every resource; an empty map, which means no preference, without a hint.
 fn for_each(wanted: &Bytes, hints: &[Hint]) -> ProviderHints {
     if hints.is_empty() {
         return ProviderHints::new();
@@ -309,7 +309,7 @@ fn for_each(wanted: &Bytes, hints: &[Hint]) -> ProviderHints {
     wanted.keys().map(|resource| (resource.clone(), Some(hints.to_vec()))).collect()
 }
 
-/// The hints of memory that is held already: its nodes, if it is what is asked for, else no preference
+/// Returns the hints for assigned memory: its nodes if the amounts match the request, otherwise no preference
 /// (`regenerateHints`).
 fn hints_of_blocks(blocks: &[Block], wanted: &Bytes) -> ProviderHints {
     let as_wanted = |block: &Block| wanted.get(&block.resource) == Some(&block.size);

@@ -9,9 +9,9 @@ use super::super::{
 use super::{MemoryManager, blocks, for_each, hints_of_blocks, ledger::Block};
 
 impl MemoryManager {
-    /// The nodes that a pod's memory could come from, all together (`GetPodTopologyHints`). Of memory that
-    /// the pod holds already the hint is where it is, as in 1.38 (k/k 141070); before, that of one container
-    /// was compared with the needs of all.
+    /// Returns the sets of nodes that could provide all memory of a pod (`GetPodTopologyHints`). For memory
+    /// that the pod already has, the hint is its nodes, as in 1.38 (k/k 141070); before, the kubelet compared
+    /// one container's memory with the needs of all containers.
     #[must_use]
     pub fn pod_hints(&self, needs: &Needs) -> ProviderHints {
         let Ok(wanted) = &needs.memory else { return ProviderHints::new() };
@@ -30,7 +30,7 @@ impl MemoryManager {
         }
     }
 
-    /// The memory of a pod as a whole; `None` if the pod has none.
+    /// Returns the memory of a pod as a whole; None if the pod has none.
     fn held_by_pod(&self, needs: &Needs) -> Option<Vec<Block>> {
         if let Some(blocks) = self.state.pods.get(&needs.uid) {
             return Some(blocks.clone());
@@ -47,11 +47,11 @@ impl MemoryManager {
         Some(sum)
     }
 
-    /// Gives a pod its memory, and divides it. A pod that has its memory (after a restart) keeps it, as in
-    /// 1.38 (k/k 141077).
+    /// Assigns memory to a pod, and divides it. A pod that already has its memory (after a restart) keeps it,
+    /// as in 1.38 (k/k 141077).
     ///
     /// # Errors
-    /// Too little memory is free, or containers without memory of their own would have none.
+    /// Too little memory is free, or no memory would remain for containers without their own.
     pub fn allocate_pod(&mut self, needs: &Needs, affinity: Hint) -> Result<(), Refusal> {
         let Ok(wanted) = &needs.memory else { return Ok(()) };
         if self.machine.is_none() || !needs.guaranteed {
@@ -74,8 +74,8 @@ impl MemoryManager {
     }
 }
 
-/// Divides a pod's memory among its containers. An init container has all that the sidecars before it leave;
-/// what containers with memory of their own leave is for the others.
+/// Divides a pod's memory among its containers. An init container gets all memory that the sidecars before it
+/// leave; the shared containers get the memory that containers with their own memory leave.
 fn divide(needs: &Needs, wanted: &Bytes) -> Result<Vec<(String, Bytes)>, NotWhole> {
     let mut left = wanted.clone();
     let mut divided = Vec::new();
@@ -101,7 +101,8 @@ fn divide(needs: &Needs, wanted: &Bytes) -> Result<Vec<(String, Bytes)>, NotWhol
     Ok(divided)
 }
 
-/// Containers without memory of their own need some of the pod's (`validatePodScopeResources`).
+/// Checks that containers without their own memory have some of the pod's memory
+/// (`validatePodScopeResources`).
 fn check_shared_pool(needs: &Needs, wanted: &Bytes) -> Result<(), String> {
     let own = |container: &ContainerNeeds| container.memory.clone().map_err(|error| error.to_string());
     let (mut exclusive, mut sharing) = (Bytes::new(), false);

@@ -1,4 +1,4 @@
-//! The settings of the memory manager, and the machine that follows from them (`memory_manager.go`,
+//! The settings of the memory manager, and the resulting ledger of the machine (`memory_manager.go`,
 //! `getDefaultMachineState`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,7 @@ pub struct MemoryNode {
 /// Amounts by resource.
 pub(crate) type Amounts = BTreeMap<String, Quantity>;
 
-/// `reservedMemory`: what a NUMA node keeps back.
+/// `reservedMemory`: the reservation of a NUMA node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reservation {
     /// The node's number.
@@ -42,18 +42,18 @@ pub struct MemorySettings {
     pub policy: String,
     /// `reservedMemory`
     pub reserved_memory: Vec<Reservation>,
-    /// What Node Allocatable keeps back: kube + system + hard eviction.
+    /// Amounts that Node Allocatable reserves: kube + system + hard eviction.
     pub reserved: Amounts,
 }
 
-/// The name of a size of huge pages.
+/// Returns the resource name of a size of huge pages.
 fn huge_pages_of(size: u64) -> String {
     let size = i64::try_from(size).unwrap_or(i64::MAX);
     format!("{PREFIX}{}", Quantity::from_units(size).binary())
 }
 
 impl MemorySettings {
-    /// The machine with nothing given away; `None` if the policy is `None`.
+    /// Returns the machine without assignments; None if the policy is `None`.
     pub(super) fn machine(&self, nodes: &[MemoryNode]) -> Result<Option<Ledger>, PinningError> {
         match self.policy.as_str() {
             "None" => return Ok(None),
@@ -90,7 +90,7 @@ impl MemorySettings {
         Ok(Some(Ledger { nodes: nodes.collect() }))
     }
 
-    /// The reservations of the nodes must make up what Node Allocatable keeps back
+    /// Checks that the sum of the nodes' reservations equals the amount of Node Allocatable
     /// (`validateReservedMemory`).
     fn check_reserved(&self, nodes: &[MemoryNode]) -> Result<(), PinningError> {
         let mut total = Amounts::new();
@@ -110,8 +110,7 @@ impl MemorySettings {
         let is_memory = |resource: &&String| *resource == MEMORY || resource.starts_with(PREFIX);
         let resources: BTreeSet<&String> =
             total.keys().chain(self.reserved.keys().filter(is_memory)).collect();
-        // Node Allocatable has a CPU reservation too, but not for nodes: the kubelet compares it all the
-        // same.
+        // Node Allocatable also has a CPU reservation, but not per node; the kubelet compares it too.
         for resource in resources {
             let of = |amounts: &Amounts| amounts.get(resource).copied().unwrap_or_default();
             let (own, expected) = (of(&total), of(&self.reserved));

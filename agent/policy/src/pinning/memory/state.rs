@@ -1,7 +1,7 @@
-//! The kubelet's state file of the memory manager: read, checked and written (`memorymanager/state`).
+//! The kubelet's state file of the memory manager: parsed, checked and written (`memorymanager/state`).
 //!
-//! Its checksum is FNV-1a over what go-spew prints for the checkpoint. V2 has pod-level entries and is
-//! written with the gate on, V1 without.
+//! The checksum of the file is FNV-1a over the output of go-spew for the checkpoint. V2 has pod-level entries
+//! and is written with the gate on, V1 with the gate off.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const KEYS: &[&str] = &["policyName", "machineState", "entries", "podEntries", "
 /// Blocks by pod uid and container.
 pub type Assignments = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
 
-/// What the file holds.
+/// The content of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct MemoryState {
     /// The memory of all nodes.
@@ -94,10 +94,10 @@ fn unreadable(cause: impl std::fmt::Display) -> PinningError {
 }
 
 impl MemoryState {
-    /// Reads a file (`restoreState`).
+    /// Parses a file (`restoreState`).
     ///
     /// # Errors
-    /// The text is no state file, is not as it was written, or is of another policy.
+    /// The text is not a state file, has a wrong checksum, or is from another policy.
     pub(crate) fn read(file: &str, policy: &str, pod_level: bool) -> Result<Self, PinningError> {
         let file: File = state_file::read(file, KEYS).map_err(unreadable)?;
         let file = file.intact(pod_level).ok_or_else(|| unreadable("checkpoint is corrupted"))?;
@@ -125,7 +125,7 @@ impl MemoryState {
         })
     }
 
-    /// The file's content.
+    /// Returns the file's content.
     #[must_use]
     pub(crate) fn write(&self, policy: &str, pod_level: bool) -> String {
         let node = |(number, node): (&u32, &NodeMemory)| {
@@ -155,7 +155,7 @@ impl MemoryState {
     }
 }
 
-/// The nodes of a list; every one must fit into a mask.
+/// Returns the nodes of a list, each of which must fit into a mask.
 fn nodes(list: Vec<u32>) -> Result<NodeSet, PinningError> {
     match list.iter().find(|node| **node >= NODE_NUMBERS) {
         Some(node) => Err(unreadable(format!("NUMA node {node}: 63 is the highest"))),
@@ -180,8 +180,8 @@ fn file_blocks(blocks: &[Block]) -> Vec<FileBlock> {
 }
 
 impl File {
-    /// The file as V2 if its checksum is that, else as V1, which has no pods and needs no checksum; `None` if
-    /// the file is neither.
+    /// Returns the file as V2 if its checksum is that of V2, otherwise as V1, which has no pods and needs no
+    /// checksum; None if the file is neither.
     fn intact(mut self, pod_level: bool) -> Option<Self> {
         let is = |text: &str| self.checksum == u64::from(fnv1a(text));
         if pod_level && is(&self.text("MemoryManagerCheckpoint", true)) {
