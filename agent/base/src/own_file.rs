@@ -54,8 +54,8 @@ pub fn open_block_device(found: impl AsFd) -> io::Result<File> {
 fn open_again(found: BorrowedFd<'_>, wanted: FileType, access: OFlags) -> io::Result<File> {
     match FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode) {
         kind if kind == wanted => {}
-        FileType::Symlink => return Err(io::Error::other("it is a symbolic link")),
-        _ => return Err(io::Error::other("it is not a plain file")),
+        FileType::Symlink => return Err(io::Error::other("is a symbolic link")),
+        _ => return Err(io::Error::other("is not a plain file")),
     }
     let flags = access | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let by_descriptor = format!("/proc/self/fd/{}", found.as_raw_fd());

@@ -201,6 +201,9 @@ mod tests {
         let later = now.saturating_add(Duration::from_secs(60)).unwrap();
         failure.mark(&mut status, Some(&before), later);
         assert_eq!(status.phase.as_deref(), Some("Failed"));
-        assert_eq!(status.conditions, before.conditions, "one condition, with the time it was first set");
+        assert_eq!(
+            status.conditions, before.conditions,
+            "the condition keeps the time at which it was first set"
+        );
     }
 }

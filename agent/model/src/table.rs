@@ -309,7 +309,7 @@ mod tests {
         };
         assert!(!entry("Running").is_gone() && entry("Succeeded").is_gone());
         let stopped = PodEntry { ending: true, stopped: true, ..entry("Failed") };
-        assert!(!stopped.is_gone(), "it may still have volumes");
+        assert!(!stopped.is_gone(), "the pod may still have volumes");
         assert!(stopped.ended().is_some(), "and yet nothing of it runs");
         assert!(PodEntry { cleared: true, ..stopped }.is_gone());
     }

@@ -57,7 +57,11 @@ fn decide(text: &str) -> Option<usize> {
     let value: Value = serde_json::from_str(text).ok()?;
     let _ = support::check(&value);
     let pod = core::Pod::from_value(&value).ok()?;
-    assert_eq!(core::Pod::from_value(&pod.to_value()).as_ref(), Ok(&pod), "what is written reads back");
+    assert_eq!(
+        core::Pod::from_value(&pod.to_value()).as_ref(),
+        Ok(&pod),
+        "a written pod reads back differently"
+    );
     amounts(&pod);
     places(&pod);
     lives(&pod);
@@ -162,8 +166,8 @@ fn lives(pod: &core::Pod) {
         ];
         for (kind, probe) in all {
             let (found, problems) = settings::read(&annotations, &container.name, kind);
-            let told: usize = problems.iter().map(String::len).sum();
-            assert!(told <= 1 << 20, "{told} bytes of problems");
+            let length: usize = problems.iter().map(String::len).sum();
+            assert!(length <= 1 << 20, "{length} bytes of problems");
             let Some(probe) = probe else { continue };
             let params = ProbeParams::from_probe(probe, true, found.edge_policy.unwrap_or_default());
             let mut state = ProbeState::new(kind, &params);

@@ -209,7 +209,7 @@ mod tests {
             shape(&pod(|pod| pod["spec"]["resources"] = json!({"limits": {"cpu": cpu, "memory": "1Gi"}})))
         };
         assert_eq!(whole("2"), whole("3"));
-        check(true, "what identifies the manifest", |pod| {
+        check(true, "the manifest's identity", |pod| {
             pod["metadata"]["uid"] = json!("2");
             pod["metadata"]["annotations"][ANNOTATION_HASH] = json!("2");
             pod["spec"]["priority"] = json!(7);

@@ -239,7 +239,7 @@ async fn the_kernels_counters_are_found_by_the_cgroups_id() {
     let value = node.pressure.now(Scope::Everything).await;
     let (_, container, reading) = value.readings().next().unwrap();
     assert!(value.by_kernel);
-    assert_eq!(reading.counters.kernel, Some(Box::default()), "it has not run since the attach");
+    assert_eq!(reading.counters.kernel, Some(Box::default()), "no run since the attach");
     let id = container.cgroup_id.unwrap();
     let counters = KernelCounters { on_cpu_ns: 5, ..KernelCounters::default() };
     let other = Node::start(Some([(id, counters), (id + 1, KernelCounters::default())].into()), 100);

@@ -110,7 +110,7 @@ fn with_its_deadline_a_programs_whole_group_is_killed() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        tokio::select! { _ = &mut running => panic!("it doesn't end"), pid = known => pid }
+        tokio::select! { _ = &mut running => panic!("the program ended"), pid = known => pid }
     });
     let child = crate::process::FirstProcess::of(pid);
     let began = Instant::now();

@@ -1,5 +1,5 @@
-//! Random schedules: pods are admitted, start containers, are removed, and the agent restarts, in whatever
-//! order. No CPU is in two exclusive sets, no reserved CPU in any, and everything is given back.
+//! Random schedules: pods are admitted, start containers, are removed, and the agent restarts, in any order.
+//! No CPU is in two exclusive sets, no reserved CPU is in one, and everything becomes free again.
 
 use std::{collections::BTreeMap, sync::Arc};
 

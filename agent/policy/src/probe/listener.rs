@@ -279,7 +279,7 @@ mod tests {
     }
 
     proptest! {
-        /// Under `Room` a look fails exactly if nothing listens or every queue is full, whatever came before.
+        /// Under `Room` a check fails exactly if nothing listens or every queue is full, with any history.
         #[test]
         fn room_judges_each_look_alone(steps in prop::collection::vec((0..3_u32, 0..3_u32, 0..3_u32, 0..3_u64, 0..5000_u64), 1..50)) {
             let mut watch = QueueWatch::new(QueueRule::Room);

@@ -75,7 +75,7 @@ impl MemorySettings {
                 let bytes = bytes.ok_or_else(|| {
                     let node = reservation.node;
                     PinningError::new(format!(
-                        "the {resource} reserved on NUMA node {node} is no number of bytes"
+                        "the {resource} reserved on NUMA node {node} is not a number of bytes"
                     ))
                 })?;
                 reserved.insert((reservation.node, resource), bytes);
