@@ -1,4 +1,4 @@
-//! `plan cpus`: which CPUs containers have for themselves, over a row of events.
+//! `plan cpus`: the exclusive CPUs of containers, over a sequence of events.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `plan devices`: assignment of devices over a row of events.
+//! `plan devices`: assignment of devices over a sequence of events.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

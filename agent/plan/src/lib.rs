@@ -93,17 +93,14 @@ pub const WHATS: &[What] = &[
         "eviction",
         "whether the node is under pressure, and the pod to evict",
     ),
-    What::of::<devices::DevicesScenario>("devices", "the devices that pods get, over a row of events"),
-    What::of::<cpus::CpusScenario>(
-        "cpus",
-        "the CPUs that containers have for themselves, over a row of events",
-    ),
+    What::of::<devices::DevicesScenario>("devices", "the devices of pods, over a sequence of events"),
+    What::of::<cpus::CpusScenario>("cpus", "the exclusive CPUs of containers, over a sequence of events"),
     What::of::<memory::MemoryScenario>(
         "memory",
-        "the NUMA nodes that give containers memory, over a row of events",
+        "the NUMA nodes of containers' memory, over a sequence of events",
     ),
     What::of::<topology::TopologyScenario>("topology", "the NUMA nodes that align devices, CPUs and memory"),
-    What::of::<probe::ProbeScenario>("probe", "a container's state after a row of probe outcomes"),
+    What::of::<probe::ProbeScenario>("probe", "a container's state after a sequence of probe outcomes"),
 ];
 
 /// Returns the kind of this name.

@@ -1,4 +1,4 @@
-//! `plan memory`: which NUMA nodes containers' memory comes from, over a row of events.
+//! `plan memory`: the NUMA nodes of containers' memory, over a sequence of events.
 
 use std::collections::BTreeMap;
 

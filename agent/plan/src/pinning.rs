@@ -1,5 +1,5 @@
-//! The parts that `plan cpus`, `plan memory` and `plan topology` share: their fields, and a node that plays
-//! the steps.
+//! Shared parts of `plan cpus`, `plan memory` and `plan topology`: their fields, and a node that executes the
+//! steps.
 
 mod fields;
 
@@ -30,7 +30,8 @@ use beelet_policy::{
 };
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// A set of nodes up to which all hints are shown; beyond there are too many to read.
+/// Maximum number of nodes of a set for which the answer has all hints; with more nodes the hints are too
+/// many to read.
 const SHOWN_NODES: u32 = 8;
 
 /// The fields that a restart of one kind of scenario may change.
@@ -38,7 +39,7 @@ pub(crate) trait With {
     fn apply(&self, setup: &mut Setup);
 }
 
-/// Overwrites a field if there is a new value.
+/// Overwrites a field if `new` has a value.
 pub(crate) fn replace<T: Clone>(field: &mut T, new: Option<&T>) {
     if let Some(new) = new {
         field.clone_from(new);
@@ -58,7 +59,7 @@ pub(crate) struct Setup {
     pub(crate) plugins: Vec<PluginField>,
 }
 
-/// An amount out of a list.
+/// Parses an amount from a list.
 fn amounts(list: &Quantities, path: &str) -> Result<BTreeMap<String, Quantity>, FieldError> {
     let read = |(name, text): (&String, &ApiQuantity)| match Quantity::try_from(text) {
         Ok(quantity) => Ok((name.clone(), quantity)),
@@ -67,7 +68,7 @@ fn amounts(list: &Quantities, path: &str) -> Result<BTreeMap<String, Quantity>, 
     list.iter().map(read).collect()
 }
 
-/// Something that is refused: by the agent, or because the scenario makes no sense.
+/// A failed step: rejected by the agent, or invalid in the scenario.
 enum Failed {
     Field(FieldError),
     Configuration(PinningError),
@@ -92,7 +93,7 @@ impl Setup {
         gates
     }
 
-    /// The topology manager; a scenario of CPUs alone has the NUMA nodes of its CPUs.
+    /// Returns the topology manager; a scenario of CPUs alone has the NUMA nodes of its CPUs.
     pub(crate) fn topology_manager(&self) -> Result<TopologyManager, PinningError> {
         let settings = self.topology_manager.as_ref().map_or_else(TopologySettings::default, |field| {
             let TopologyField { policy, scope, options } = field.clone();
@@ -174,7 +175,7 @@ impl Setup {
     }
 }
 
-/// An answer: an error, or the first start, the pods that run already, and a result for each step.
+/// An answer: an error, or the first start, the running pods, and a result for each step.
 #[derive(Serialize, Default)]
 pub(crate) struct PinningOutput {
     error: Option<String>,
@@ -188,13 +189,13 @@ pub(crate) struct PinningOutput {
 /// The input of a scenario, in addition to its setup.
 pub(crate) struct Play<'a, W> {
     pub(crate) setup: Setup,
-    /// The content of the CPU manager's and of the memory manager's state file.
+    /// Contents of the state files of the CPU manager and the memory manager.
     pub(crate) files: (Option<&'a str>, Option<&'a str>),
     pub(crate) running: Option<&'a [Pod]>,
     pub(crate) steps: &'a [Step<W>],
 }
 
-/// A pod that is admitted.
+/// An admitted pod.
 #[derive(Clone)]
 struct Admitted {
     name: String,
@@ -287,7 +288,7 @@ impl Node {
         }
     }
 
-    /// The agent starts again, with what its files say.
+    /// Restarts the agent with the contents of its state files.
     fn restart<W: With>(&mut self, with: Option<&W>) -> Result<Value, FieldError> {
         let files = (self.pins.cpus.file(), self.pins.memory.file());
         let checkpoint = self.devices.checkpoint().write();
@@ -313,7 +314,7 @@ impl Node {
         Ok(result.into())
     }
 
-    /// The pods that ran are admitted again; one that is refused is gone before the next is asked.
+    /// Admits the running pods again; removes a rejected pod before the next admission.
     fn admit_again(&mut self, pods: Vec<Admitted>) -> Vec<Value> {
         let admit = |pod: Admitted| {
             let mut result = self.admit(&pod);
@@ -329,7 +330,7 @@ impl Node {
 
     fn admit(&mut self, pod: &Admitted) -> Map<String, Value> {
         let mut alignment = Alignment::default();
-        // The pod has been read: its limits are quantities.
+        // The limits of the pod are quantities, because the pod was parsed before.
         let wishes = container_requests(&pod.pod).unwrap_or_default();
         let machine = self.pins.topology.nodes();
         let mut devices = PodDevices::new(&mut self.devices, &pod.needs.uid, wishes, machine);
@@ -359,7 +360,7 @@ impl Node {
         self.setup.topology_manager.as_ref().is_some_and(|field| field.policy != "none")
     }
 
-    /// Frees what pods have that are not admitted, and containers that are in no spec.
+    /// Frees the resources of pods that are not admitted, and of containers that are in no spec.
     fn free_stale(&mut self) {
         let Self { pins, devices, admitted, .. } = self;
         let pod = |uid: &str| admitted.iter().find(|pod| pod.needs.uid == uid);
@@ -378,7 +379,7 @@ impl Node {
         result.into()
     }
 
-    /// The state of the node.
+    /// Returns the state of the node.
     fn common(&self) -> Map<String, Value> {
         let mut result = Map::new();
         result.insert("shared".into(), json!(self.pins.cpus.state().shared));
@@ -394,7 +395,7 @@ impl Node {
         result
     }
 
-    /// All that a pod has.
+    /// Returns all resources of a pod.
     fn of_pod(&self, pod: &Admitted) -> Map<String, Value> {
         let uid = &pod.needs.uid;
         let mut result = Map::new();
@@ -422,7 +423,7 @@ impl Node {
         result
     }
 
-    /// The number of devices by the nodes that they are near.
+    /// Returns the number of devices by their nodes.
     fn counts(&self, resource: &str, ids: impl IntoIterator<Item = String>) -> BTreeMap<String, usize> {
         let all = self.devices.devices_of(resource);
         let mut counts = BTreeMap::new();
@@ -437,7 +438,7 @@ impl Node {
     }
 }
 
-/// Registers all device plugins; all their devices are healthy.
+/// Registers all device plugins, with healthy devices only.
 fn plug_in(devices: &mut Devices, plugins: &[PluginField]) {
     for plugin in plugins {
         devices.register(&plugin.resource, PluginOptions::default());
@@ -458,7 +459,7 @@ fn blocks(blocks: &[Block]) -> Value {
     blocks.iter().map(block).collect::<Vec<_>>().into()
 }
 
-/// The nodes of a hint; null: any.
+/// Returns the nodes of a hint; null for any nodes.
 pub(crate) fn node_list(hint: Hint) -> Value {
     hint.nodes.map(|nodes| nodes.iter().collect::<Vec<u32>>()).into()
 }

@@ -1,5 +1,5 @@
-//! `plan topology`: which NUMA nodes the providers of devices, CPUs and memory agree on; from their hints
-//! alone, or all together over a row of events.
+//! `plan topology`: the NUMA nodes on which the providers of devices, CPUs and memory agree; from their hints
+//! alone, or all together over a sequence of events.
 
 use std::collections::BTreeMap;
 
@@ -72,7 +72,7 @@ struct Changes {
     devices: Option<Vec<PluginField>>,
 }
 
-/// Overwrites an optional field if there is a new value.
+/// Overwrites an optional field if `new` has a value.
 fn replace_option<T: Clone>(field: &mut Option<T>, new: &Option<T>) {
     if new.is_some() {
         field.clone_from(new);
@@ -92,7 +92,7 @@ impl With for Changes {
     }
 }
 
-/// The answer of one of the two kinds of scenario.
+/// The answer to a scenario of either kind.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(crate) enum TopologyOutput {
@@ -138,7 +138,7 @@ impl Scenario for TopologyScenario {
     }
 }
 
-/// Merging alone.
+/// Merges the hints alone.
 fn merge(setup: &Setup, providers: &[Option<HintsField>]) -> Result<MergedOutput, FieldError> {
     let providers: Result<Vec<ProviderHints>, FieldError> =
         providers.iter().map(|provider| provider_hints(provider.as_ref())).collect();

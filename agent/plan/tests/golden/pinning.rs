@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::compare::says_something;
 
-/// Every difference between one object, or a list of them, and what is expected.
+/// Returns every difference between an object, or a list of objects, and the expected one.
 pub(crate) fn differences(at: &str, want: &Value, got: Option<&Value>) -> Vec<String> {
     let mut wrong = Vec::new();
     match want.as_array() {
@@ -17,7 +17,7 @@ pub(crate) fn differences(at: &str, want: &Value, got: Option<&Value>) -> Vec<St
     wrong
 }
 
-/// Returns false if the two are no longer in the same state: later differences would only repeat it.
+/// Returns false if the two states differ: later differences would only repeat the first.
 fn list(at: &str, want: &[Value], got: Option<&Value>, wrong: &mut Vec<String>) -> bool {
     let empty = Vec::new();
     let got = got.and_then(Value::as_array).unwrap_or(&empty);
@@ -105,7 +105,7 @@ fn blocks(list: Option<&Value>) -> BTreeSet<String> {
     list.and_then(Value::as_array).into_iter().flatten().map(block).collect()
 }
 
-/// The counts of each resource, by the nodes, in the order of their names.
+/// Returns the counts of each resource by nodes, sorted by name.
 fn devices(counts: Option<&Value>) -> String {
     let sorted = |map: &Value| -> BTreeMap<String, String> {
         let entries = map.as_object().into_iter().flatten();
@@ -116,7 +116,7 @@ fn devices(counts: Option<&Value>) -> String {
     format!("{resources:?}")
 }
 
-/// The belongings of each container; one that has nothing is as good as absent.
+/// Returns the resources of each container; a container without resources counts as absent.
 fn by_container(map: Option<&Value>, form: fn(Option<&Value>) -> String) -> BTreeMap<String, String> {
     let empty = Map::new();
     let nothing = form(None);
@@ -125,7 +125,7 @@ fn by_container(map: Option<&Value>, form: fn(Option<&Value>) -> String) -> BTre
     forms.filter(|(_, form)| *form != nothing).collect()
 }
 
-/// The sets of nodes by container and resource; a container without hints does not count.
+/// Returns the sets of nodes by container and resource; a container without hints counts as absent.
 fn hints(map: Option<&Value>) -> BTreeMap<String, String> {
     let sorted = |sets: &Value| {
         let mut sets: Vec<String> = sets.as_array().into_iter().flatten().map(Value::to_string).collect();

@@ -28,7 +28,7 @@ struct Setup {
     nodes: u32,
     cores: u32,
     threads: u32,
-    /// Numbers of sibling CPUs follow each other.
+    /// True if sibling CPUs have consecutive numbers.
     adjacent: bool,
     options: u8,
     topology: usize,
@@ -152,7 +152,7 @@ impl Setup {
         chosen.map(|(_, name)| ((*name).to_owned(), "true".to_owned())).collect()
     }
 
-    /// The managers before their start; `None` if the options exclude each other.
+    /// Returns the managers before their start; None if the options exclude each other.
     fn pins(&self) -> Option<Pins> {
         let nodes: Vec<u32> = (0..self.sockets * self.nodes).collect();
         let policy = ["none", "best-effort", "restricted", "single-numa-node"][self.topology];
@@ -192,7 +192,7 @@ impl Setup {
     }
 }
 
-/// All that must hold at any time.
+/// Checks the invariants.
 fn check(pins: &Pins, pods: &BTreeMap<usize, Needs>, setup: &Setup) {
     let state = pins.cpus.state();
     let all: CpuSet = setup.cpus().iter().map(|cpu| cpu.cpu).collect();
@@ -278,7 +278,7 @@ fn play(setup: &Setup, events: Vec<Event>) {
                     pins.container_starts(needs, &container.name);
                 }
             }
-            // As the kubelet, the agent can't start again once strict reservation has left nothing to share.
+            // Like the kubelet, the agent cannot start again once strict reservation has left no shared CPU.
             Event::Restart if pins.cpus.state().shared.is_empty() => {}
             Event::Restart => {
                 let before = pins.cpus.state().clone();
@@ -301,7 +301,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn pinning_gives_nothing_twice_and_takes_everything_back(
+    fn pinning_assigns_nothing_twice_and_frees_everything(
         setup in setup(),
         events in prop::collection::vec(event(), 0..30),
     ) {
@@ -309,7 +309,7 @@ proptest! {
     }
 
     #[test]
-    fn pinning_state_files_of_strangers_do_no_harm(file in "\\PC{0,200}", setup in setup()) {
+    fn pinning_rejects_foreign_state_files(file in "\\PC{0,200}", setup in setup()) {
         if let Some(mut pins) = setup.pins() {
             prop_assert!(pins.cpus.start(Some(&file)).is_err());
             prop_assert!(pins.memory.start(Some(&file)).is_err());
