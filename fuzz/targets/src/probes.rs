@@ -7,8 +7,9 @@ use beelet_policy::probe::{ProbeKind, settings};
 use beelet_base::process;
 use beelet_probes::http;
 
-/// Tests three lines: the path of a probe's request, the location in the answer, and an annotation. A redirect
-/// stays on the host and leads to a valid request; settings from the annotation are within their limits.
+/// Tests three lines: the path of a probe's request, the location in the answer, and an annotation. A
+/// redirect stays on the host and leads to a valid request; settings from the annotation are within their
+/// limits.
 pub fn probes(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut lines = text.splitn(3, '\n');

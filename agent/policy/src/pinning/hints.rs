@@ -53,8 +53,8 @@ pub(crate) fn merge(lists: &[Vec<Hint>], all: NodeSet, distances: Option<&Distan
     if let Some(best) = preferred.into_iter().min_by_key(fitness) {
         return Hint { nodes: Some(best), preferred: true };
     }
-    // The target width is that of the list that needs most nodes. Sets up to this width come first, the widest
-    // first; then wider sets, the narrowest first.
+    // The target width is that of the list that needs most nodes. Sets up to this width come first, the
+    // widest first; then wider sets, the narrowest first.
     let width = lists.iter().filter_map(|list| narrowest(list)).max().unwrap_or(0);
     let order = |set: &NodeSet| {
         let (length, ..) = fitness(set);
