@@ -6,6 +6,7 @@ use std::future::pending;
 use std::panic::resume_unwind;
 
 use tokio::task::{JoinError, spawn_blocking};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller, with the
 /// name before the panic's message.
@@ -30,9 +31,64 @@ pub fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
+/// The blocking work of one owner, such as a pod. Each piece runs to its end, also after the task that waited
+/// for it is gone. Clones belong to the same owner.
+#[derive(Clone, Debug)]
+pub struct BlockingTasks(TaskTracker);
+
+impl Default for BlockingTasks {
+    fn default() -> Self {
+        let tracker = TaskTracker::new();
+        // A closed tracker still takes work, and only a closed one can be waited for.
+        tracker.close();
+        Self(tracker)
+    }
+}
+
+impl BlockingTasks {
+    /// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller.
+    pub async fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
+        joined("a pod's chore", self.0.spawn_blocking(work).await).await
+    }
+
+    /// Runs `work` in the same way, with a token that is cancelled once the caller waits no longer.
+    pub async fn run_until<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&CancellationToken) -> T + Send + 'static,
+    ) -> T {
+        let stop = CancellationToken::new();
+        let _dropped_with_the_wait = stop.clone().drop_guard();
+        self.run(move || work(&stop)).await
+    }
+
+    /// Waits until all work that was begun has ended.
+    pub async fn done(&self) {
+        self.0.wait().await;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    #[tokio::test]
+    async fn abandoned_work_is_asked_to_stop_and_runs_to_its_end() {
+        let (tasks, (began, begun)) = (BlockingTasks::default(), tokio::sync::oneshot::channel());
+        let work = tasks.run_until(move |stop| {
+            let _ = began.send(());
+            while !stop.is_cancelled() {
+                std::thread::yield_now();
+            }
+        });
+        tokio::select! {
+            () = work => panic!("the work ended by itself"),
+            begun = begun => begun.unwrap(),
+        }
+        tokio::time::timeout(Duration::from_mins(1), tasks.done()).await.expect("the work goes on");
+        assert!(!tasks.run_until(CancellationToken::is_cancelled).await);
+    }
 
     #[tokio::test]
     async fn a_panic_resumes_in_the_waiting_task() {

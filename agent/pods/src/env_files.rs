@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::Path;
 
 use beelet_policy::pod::{env_file::EnvFile, variables::Budget};
-use beelet_volumes::Volumes;
+use beelet_volumes::PodVolumes;
 use k8s_openapi::api::core::v1::{Container, EnvVar, FileKeySelector};
 
 use crate::error::Error;
@@ -25,7 +25,7 @@ fn selector(variable: &EnvVar) -> Option<&FileKeySelector> {
 /// # Errors
 /// A file can't be read, or has no such variable; or the files or the values are longer than a container's
 /// environment may be. A container wrote them, and each may be named thousands of times.
-pub(crate) fn read(mut container: Container, volumes: &Volumes) -> Result<Container, Error> {
+pub(crate) fn read(mut container: Container, volumes: &PodVolumes) -> Result<Container, Error> {
     let (name, env) = (container.name.clone(), container.env.take().unwrap_or_default());
     let mut files = Files::new(&env, volumes);
     let mut budget = Budget::CONTAINER;
@@ -57,7 +57,7 @@ type Place<'e> = (&'e str, &'e str);
 
 /// The files that a container's variables come from, each read once.
 struct Files<'e> {
-    volumes: &'e Volumes,
+    volumes: &'e PodVolumes,
     /// The variables that are asked for, by file.
     wanted: BTreeMap<Place<'e>, BTreeSet<&'e str>>,
     read: BTreeMap<Place<'e>, EnvFile>,
@@ -66,7 +66,7 @@ struct Files<'e> {
 }
 
 impl<'e> Files<'e> {
-    fn new(env: &'e [EnvVar], volumes: &'e Volumes) -> Self {
+    fn new(env: &'e [EnvVar], volumes: &'e PodVolumes) -> Self {
         let mut wanted: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
         for FileKeySelector { key, path, volume_name, .. } in env.iter().filter_map(selector) {
             wanted.entry((volume_name.as_str(), path.as_str())).or_default().insert(key.as_str());
@@ -112,7 +112,7 @@ mod tests {
             "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}, {"name": "host", "hostPath": {"path": "/"}}]},
         }))
         .unwrap();
-        let volumes = Volumes::of(&pod, dir.path());
+        let volumes = PodVolumes::of(&pod, dir.path(), &beelet_volumes::Plugins::default());
         let folder = dir.path().join("u1/volumes/said");
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("vars"), "A='$(B) $5'\nC='3'\n").unwrap();
@@ -153,7 +153,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let pod = json!({"metadata": {"name": "web", "uid": "u1"},
             "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}]}});
-        let volumes = Volumes::of(&serde_json::from_value(pod).unwrap(), dir.path());
+        let volumes = PodVolumes::of(
+            &serde_json::from_value(pod).unwrap(),
+            dir.path(),
+            &beelet_volumes::Plugins::default(),
+        );
         let folder = dir.path().join("u1/volumes/said");
         std::fs::create_dir_all(&folder).unwrap();
         let long = format!("A='{}'\n", "x".repeat(1_000_000));

@@ -72,6 +72,7 @@ impl Error {
             beelet_volumes::Error::Volume { volume, cause } => {
                 Self::Volume { volume, why: cause.to_string() }
             }
+            beelet_volumes::Error::Claims { volumes, why } => Self::Claims { volumes, why },
             other => Self::of_files(other),
         }
     }

@@ -12,7 +12,8 @@ use prometheus_client::{
     metrics::{MetricType, gauge::ConstGauge},
 };
 
-use beelet_model::table::{PodEntry, PodTable};
+use beelet_model::table::PodTable;
+use beelet_volumes::{has_volumes, plugin_name};
 
 /// The table that is told of; clones share it.
 #[derive(Clone, Debug, Default)]
@@ -91,7 +92,7 @@ impl Counts {
             let states = [("desired_state_of_world", wanted), ("actual_state_of_world", has_volumes(entry))];
             for (state, _) in states.into_iter().filter(|(_, holds)| *holds) {
                 for volume in spec.volumes.iter().flatten() {
-                    *volumes.entry((beelet_volumes::plugin(volume), state)).or_default() += 1;
+                    *volumes.entry((plugin_name(volume), state)).or_default() += 1;
                 }
             }
         }
@@ -100,20 +101,13 @@ impl Counts {
     }
 }
 
-/// A pod's volumes are made before its sandbox, and go after it.
-pub(crate) fn has_volumes(entry: &PodEntry) -> bool {
-    let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    let mut sandbox = conditions.filter(|condition| condition.type_ == "PodReadyToStartContainers");
-    !entry.cleared && sandbox.any(|condition| condition.status == "True")
-}
-
 #[cfg(test)]
 mod tests {
     use prometheus_client::{encoding::text::encode, registry::Registry};
     use serde_json::json;
 
     use super::*;
-    use beelet_model::table::PodName;
+    use beelet_model::table::{PodEntry, PodName};
 
     #[test]
     fn pods_containers_and_volumes_are_counted() {

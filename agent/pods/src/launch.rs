@@ -13,17 +13,16 @@ use beelet_proto::cri;
 use beelet_units::duration;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, trace_span};
 
 use crate::{
-    attached, claims, env_files,
+    env_files,
     error::{Error, StartError},
-    expand, hosts,
+    hosts,
     metrics::Metrics,
     plan::{PodPlan, Site},
     records::WrittenRecords,
-    refresh,
     runtime_view::{Observation, SandboxDetail},
     sandbox_files, termination,
     turns::{Turns, Urgency},
@@ -31,13 +30,12 @@ use crate::{
 };
 use beelet_admission::Admission;
 use beelet_base::{
-    blocking::joined,
+    blocking::BlockingTasks,
     folder::{READABLE, make_folder},
     walk::remove_folder,
 };
 use beelet_cgroups::Cgroups;
 use beelet_cri::{Runtime, mounts::Mounts};
-use beelet_csi::Csi;
 use beelet_devices::Devices;
 use beelet_dra::Dra;
 use beelet_images::{
@@ -56,11 +54,7 @@ use beelet_spec::{
     env,
 };
 use beelet_state::events::{Object, Recorder};
-use beelet_volumes::{Disks, MountFacts, Sources, Volumes};
-
-/// What a pod waits for longer than this is told, and told again each time this much later.
-const PATIENCE: Duration = Duration::from_secs(10);
-const AGAIN: Duration = Duration::from_secs(60);
+use beelet_volumes::{MountFacts, PodVolumes, VolumeManager};
 
 /// What every worker needs to bring pods to life.
 #[derive(Debug)]
@@ -93,10 +87,8 @@ pub struct Launcher {
     pub cdi_by_annotation: bool,
     /// Knows what claims are bound to; None on a node of its own.
     pub storage: Option<Arc<dyn Storage>>,
-    /// The disks that are mounted for pods, and the volumes of drivers.
-    pub disks: Disks,
-    /// Storage plugins.
-    pub csi: Csi,
+    /// Prepares volumes and takes them back.
+    pub volumes: VolumeManager,
     /// Knows whether the runtime sees what is mounted for pods; None where nobody else could be the runtime.
     pub mounts: Option<Arc<Mounts>>,
     /// Gives pods with user namespaces of their own their ids.
@@ -133,7 +125,7 @@ struct Starting<'a> {
     start: &'a Start,
     /// What the pod may refer to.
     objects: Arc<Objects>,
-    chores: &'a Chores,
+    chores: &'a BlockingTasks,
 }
 
 /// The images of a container and of its image volumes, held until the container is made from them.
@@ -152,10 +144,9 @@ impl Launcher {
             cgroup_config: &self.cgroup_config,
             cgroup_parent: &|path| self.cgroups.cri_parent(path),
             pods_dir: &self.pods_dir,
+            volumes: &|pod| self.volumes.of_pod(pod),
         };
-        let mut plan = PodPlan::new(pod, &site);
-        plan.volumes = plan.volumes.on(&self.metrics.operations, &self.disks);
-        Arc::new(plan)
+        Arc::new(PodPlan::new(pod, &site))
     }
 
     /// Makes the pod's cgroup and folders and runs its sandbox; the sandbox's identifier.
@@ -163,7 +154,7 @@ impl Launcher {
         &self,
         plan: &Arc<PodPlan>,
         attempt: u32,
-        chores: &Chores,
+        chores: &BlockingTasks,
     ) -> Result<String, Error> {
         let mut config = plan.sandbox_of_attempt(attempt)?;
         let handler = self.objects().runtime_handler(&plan.pod);
@@ -174,34 +165,23 @@ impl Launcher {
         config.dns_config = Some(self.name_resolution(plan, chores).await?);
         self.require_mounts(mounted::first_mounted(&plan.pod)).await?;
         let pod = || Object::pod(&plan.pod);
-        // On the heap: few pods have any, and all would keep room for them.
-        let (storage, node) = (self.storage.as_deref(), self.desired.borrow().node.clone());
-        let claims = Box::pin(claims::read(storage, &plan.pod, node));
-        let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
-        let publishing = Box::pin(claims::publish(&self.csi, storage, &plan.pod, &claims, false));
-        let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
-        let objects = self.objects();
-        let attaching = Box::pin(attached::prepare(self, &plan.pod, &claims, &objects));
-        let attached = self.waited(pod, "its volumes to be attached", attaching).await?;
-        let growing = Box::pin(expand::at_mount(self, &plan.pod, &claims));
-        self.waited(pod, "its volumes to grow", growing).await?;
+        let prepared = Box::pin(self.volumes.prepare(&plan.pod)).await.map_err(Error::of_volumes)?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
-        let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
-        let (of_pod, node) = (Arc::clone(plan), self.node.clone());
-        let of_sandbox = config.clone();
+        let cgroups = chores.run(move || Ok::<(), Error>(cgroups.ensure(&decided.path, &decided.files)?));
+        let (of_pod, volumes, of_sandbox) = (Arc::clone(plan), self.volumes.clone(), config.clone());
         let folders = chores.run_until(move |stop| {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
             sandbox_files::write(&of_pod.folder, &of_sandbox).map_err(Error::of_files)?;
-            let (pod, claims, published, attached) = (&of_pod.pod, &claims, &published, &attached);
-            let sources = Sources { pod, objects: &objects, node: &node, claims, published, attached };
-            of_pod.volumes.set_up(&sources, &|| stop.is_cancelled()).map_err(Error::of_volumes)
+            let made = volumes.set_up(&of_pod.pod, &of_pod.volumes, &prepared, &|| stop.is_cancelled());
+            made.map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.
         let made = async { tokio::join!(cgroups, folders) };
-        let (cgroups, folders) = self.waited(pod, "its volumes and its cgroup", made).await;
+        let (cgroups, folders) = self.events.while_waiting(pod, "its volumes and its cgroup", made).await;
         cgroups.and(folders)?;
-        let preparing = Box::pin(self.dra.prepare(storage, &plan.pod));
-        let prepared = self.waited(pod, "its resource claims, which drivers prepare", preparing).await;
+        let preparing = Box::pin(self.dra.prepare(self.storage.as_deref(), &plan.pod));
+        let prepared =
+            self.events.while_waiting(pod, "its resource claims, which drivers prepare", preparing).await;
         prepared.map_err(Error::Unprepared)?;
         if has_host_port(&plan.pod)
             && let Some(why) = self.runtime.unmapped_host_ports().await
@@ -216,7 +196,10 @@ impl Launcher {
             made
         });
         let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
-        Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
+        Ok(self
+            .events
+            .while_waiting(pod, "its sandbox and its network, which the runtime makes", sandbox)
+            .await?)
     }
 
     /// Refuses to mount what the runtime would not see: the container would have an empty folder there.
@@ -227,7 +210,11 @@ impl Launcher {
     }
 
     /// The pod's name resolution, by the machine's own as of now.
-    async fn name_resolution(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<cri::DnsConfig, Error> {
+    async fn name_resolution(
+        &self,
+        plan: &Arc<PodPlan>,
+        chores: &BlockingTasks,
+    ) -> Result<cri::DnsConfig, Error> {
         let (node, of_pod) = (self.node.clone(), Arc::clone(plan));
         let read = move || {
             node.host_dns.read().map_err(Error::of_files)?;
@@ -236,26 +223,13 @@ impl Launcher {
         chores.run(read).await
     }
 
-    /// Waits for `work`; if that takes long, an event says for what the pod waits, and again while it does.
-    async fn waited<T>(&self, object: impl Fn() -> Object, what: &str, work: impl Future<Output = T>) -> T {
-        let mut work = std::pin::pin!(work);
-        let mut patience = PATIENCE;
-        loop {
-            if let Ok(done) = tokio::time::timeout(patience, &mut work).await {
-                return done;
-            }
-            patience = AGAIN;
-            self.events.normal(object(), "Waiting", format!("Waiting for {what}"));
-        }
-    }
-
     /// Starts a container in `sandbox`, of the pod that was `seen` last; its identifier.
     pub(crate) async fn start(
         &self,
         plan: &Arc<PodPlan>,
         (sandbox, seen): (&SandboxDetail, &Observation),
         start: &Start,
-        chores: &Chores,
+        chores: &BlockingTasks,
     ) -> Result<String, StartError> {
         if let Some(id) = &start.created {
             self.start_created(plan, start, id).await?;
@@ -282,7 +256,8 @@ impl Launcher {
         let object = || Object::container(&plan.pod, &start.name);
         let create = Box::pin(self.runtime.create_container(&sandbox.id, config, &of_sandbox));
         let creating = self.turns.make(urgency_of(plan, start), Call::CreateContainer, create);
-        let created = self.waited(object, "the runtime to create the container", creating).await;
+        let created =
+            self.events.while_waiting(object, "the runtime to create the container", creating).await;
         let id = created.map_err(StartError::Create)?;
         let message = format!("Created container: {}", start.name);
         self.events.normal(Object::container(&plan.pod, &start.name), "Created", message);
@@ -294,7 +269,10 @@ impl Launcher {
         let object = || Object::container(&plan.pod, &start.name);
         let run = Box::pin(self.runtime.start_container(id));
         let starting = self.turns.make(urgency_of(plan, start), Call::StartContainer, run);
-        self.waited(object, "the runtime to start the container", starting).await.map_err(StartError::Run)?;
+        self.events
+            .while_waiting(object, "the runtime to start the container", starting)
+            .await
+            .map_err(StartError::Run)?;
         self.events.normal(object(), "Started", format!("Started container {}", start.name));
         Ok(())
     }
@@ -351,25 +329,25 @@ impl Launcher {
     }
 
     /// The user namespace of a pod; the ids of one of its own are the pod's from now on.
-    async fn user_namespace(&self, plan: &PodPlan, chores: &Chores) -> Result<UserNamespace, Error> {
+    async fn user_namespace(&self, plan: &PodPlan, chores: &BlockingTasks) -> Result<UserNamespace, Error> {
         if !plan.own_users {
             return Ok(UserNamespace::OfMachine);
         }
         let choose = || {
             let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
-            chores.run(move || Ok(users.of(&uid)))
+            chores.run(move || users.of(&uid))
         };
-        let mut ids = choose().await?;
+        let mut ids = choose().await;
         if let Err(user_namespaces::Error::Unknown { .. }) = &ids {
             self.learn_user_ids(chores).await?;
-            ids = choose().await?;
+            ids = choose().await;
         }
         Ok(UserNamespace::Own(ids.map_err(Error::of_files)?))
     }
 
     /// Asks the runtime for the ids of pods whose records of them can't be read. What it doesn't tell stays
     /// unknown.
-    async fn learn_user_ids(&self, chores: &Chores) -> Result<(), Error> {
+    async fn learn_user_ids(&self, chores: &BlockingTasks) -> Result<(), Error> {
         let users = Arc::clone(&self.users);
         let unknown = chores.run(move || users.unknown().map_err(Error::of_files)).await?;
         let mut all = self.runtime.list_sandboxes(None).await?;
@@ -477,7 +455,7 @@ impl Launcher {
         let object = || Object::container(&plan.pod, &container.name);
         let span = trace_span!(target: TARGET, "image", otel.name = "ensureImageExists", image);
         let getting = Box::pin(self.puller.leased(&self.leases, &wanted)).instrument(span);
-        Ok(self.waited(object, &format!("image {image:?}"), getting).await?)
+        Ok(self.events.while_waiting(object, &format!("image {image:?}"), getting).await?)
     }
 
     /// Tells how getting an image goes, in the kubelet's words where it has some.
@@ -551,9 +529,9 @@ impl Launcher {
         let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
         let (container, objects) = (starting.container.clone(), Arc::clone(&starting.objects));
-        let events = self.events.clone();
+        let volumes = self.volumes.clone();
         let prepare = move |stop: &CancellationToken| -> Result<_, BoxError> {
-            refresh::restore(&plan.pod, &plan.volumes, &node, &objects, &events)?;
+            volumes.restore(&plan.pod, &plan.volumes, &objects)?;
             let logs = plan.logs.join(&container.name);
             make_folder(&logs, READABLE)?;
             beelet_logs::rotate::forget_older(&logs, attempt);
@@ -568,7 +546,7 @@ impl Launcher {
             Ok((mounts, devices))
         };
         let preparing = starting.chores.run_until(move |stop| prepare(stop).map_err(Error::of_files));
-        self.waited(object, "its volumes and its logs", preparing).await
+        self.events.while_waiting(object, "its volumes and its logs", preparing).await
     }
 
     /// Gives back the pod's claims, once nothing of it runs any more and before anybody is told so: who waits
@@ -577,7 +555,8 @@ impl Launcher {
         let pod = || Object::pod(&plan.pod);
         let table = Arc::clone(&self.table.borrow());
         let giving_back = Box::pin(self.dra.unprepare(&plan.uid, &table));
-        let given = self.waited(pod, "drivers to take back its resource claims", giving_back).await;
+        let given =
+            self.events.while_waiting(pod, "drivers to take back its resource claims", giving_back).await;
         given.map_err(|error| {
             let message = format!("Failed to unprepare dynamic resources: {error}");
             self.events.warning(pod(), "FailedUnprepareDynamicResources", message);
@@ -586,16 +565,20 @@ impl Launcher {
     }
 
     /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.
-    pub(crate) async fn release(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
-        self.release_with(plan, chores, Volumes::tear_down).await?;
+    pub(crate) async fn release(&self, plan: &Arc<PodPlan>, chores: &BlockingTasks) -> Result<(), Error> {
+        self.release_with(plan, chores, PodVolumes::tear_down).await?;
         self.devices.forget(&plan.uid);
         Ok(())
     }
 
     /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay to be looked at.
     /// Its devices are free as soon as another pod needs them.
-    pub(crate) async fn release_ended(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
-        self.release_with(plan, chores, Volumes::release).await?;
+    pub(crate) async fn release_ended(
+        &self,
+        plan: &Arc<PodPlan>,
+        chores: &BlockingTasks,
+    ) -> Result<(), Error> {
+        self.release_with(plan, chores, PodVolumes::release).await?;
         let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
         chores.run(move || users.release(&uid).map_err(Error::of_files)).await
     }
@@ -603,12 +586,12 @@ impl Launcher {
     async fn release_with(
         &self,
         plan: &Arc<PodPlan>,
-        chores: &Chores,
-        of_volumes: fn(&Volumes) -> Result<(), beelet_volumes::Error>,
+        chores: &BlockingTasks,
+        of_volumes: fn(&PodVolumes) -> Result<(), beelet_volumes::Error>,
     ) -> Result<(), Error> {
         // What a cancelled step has begun makes things still, until it sees that nobody waits for it.
         chores.done().await;
-        self.csi.release(&plan.uid).await.map_err(Error::of_files)?;
+        self.volumes.unpublish(&plan.uid).await.map_err(Error::of_files)?;
         let (plan, cgroups) = (Arc::clone(plan), Arc::clone(&self.cgroups));
         let work = chores.run(move || {
             for path in &plan.cgroups {
@@ -621,45 +604,9 @@ impl Launcher {
     }
 
     /// Takes away the logs of a pod that is gone.
-    pub(crate) async fn remove_logs(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
+    pub(crate) async fn remove_logs(&self, plan: &Arc<PodPlan>, chores: &BlockingTasks) -> Result<(), Error> {
         let plan = Arc::clone(plan);
         chores.run(move || remove_folder(&plan.logs).map_err(Error::of_files)).await
-    }
-}
-
-/// A pod's blocking work, which runs off the async threads, and to its end also where nobody waits for it any
-/// more. Clones are of the same pod.
-#[derive(Clone, Debug)]
-pub(crate) struct Chores(TaskTracker);
-
-impl Chores {
-    pub(crate) fn new() -> Self {
-        let tracker = TaskTracker::new();
-        // A closed one takes work all the same, and can be waited for.
-        tracker.close();
-        Self(tracker)
-    }
-
-    async fn run<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        joined("a pod's chore", self.0.spawn_blocking(work).await).await
-    }
-
-    /// The same of work that is asked to stop once nobody waits for it any more.
-    async fn run_until<T: Send + 'static>(
-        &self,
-        work: impl FnOnce(&CancellationToken) -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        let stop = CancellationToken::new();
-        let _dropped_with_the_wait = stop.clone().drop_guard();
-        self.run(move || work(&stop)).await
-    }
-
-    /// Waits until all that was begun has ended.
-    async fn done(&self) {
-        self.0.wait().await;
     }
 }
 
@@ -732,24 +679,6 @@ impl std::fmt::Display for Ability {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[tokio::test]
-    async fn work_that_nobody_waits_for_any_more_is_asked_to_stop() {
-        let (chores, (began, begun)) = (Chores::new(), tokio::sync::oneshot::channel());
-        let work = chores.run_until(move |stop| {
-            let _ = began.send(());
-            while !stop.is_cancelled() {
-                std::thread::yield_now();
-            }
-            Ok(())
-        });
-        tokio::select! {
-            done = work => panic!("the work ended by itself: {done:?}"),
-            begun = begun => begun.unwrap(),
-        }
-        tokio::time::timeout(Duration::from_mins(1), chores.done()).await.expect("the work goes on");
-        assert!(chores.run_until(|stop| Ok(stop.is_cancelled())).await.is_ok_and(|stopped| !stopped));
-    }
 
     #[test]
     fn what_runtimes_can_is_known_by_their_version() {

@@ -6,7 +6,6 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod error;
-pub mod expand;
 mod in_table;
 pub mod launch;
 pub mod manager;
@@ -14,18 +13,12 @@ pub mod metrics;
 pub mod orphans;
 pub mod qos_tree;
 pub mod records;
-pub mod refresh;
-pub mod republish;
 pub mod user_namespaces;
-pub mod volume_stats;
 
-mod attached;
-mod claims;
 mod env_files;
 mod hosts;
 mod launches;
 mod plan;
-mod rounds;
 mod runtime_view;
 mod sandbox_files;
 mod starts;

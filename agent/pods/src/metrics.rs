@@ -8,9 +8,8 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::{in_table::InTable, launches::Launches, starts::Starts, volume_stats};
+use crate::{in_table::InTable, launches::Launches, starts::Starts};
 use beelet_model::table::PodTable;
-use beelet_volumes::Operations;
 
 /// Bounds of a step's duration, in seconds: Prometheus' own.
 const STEPS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
@@ -106,11 +105,8 @@ pub struct Metrics {
     pub downgraded_hooks: Counter,
     pub(crate) starts: Starts,
     pub(crate) launches: Launches,
-    pub(crate) operations: Operations,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
     in_table: InTable,
-    /// How much room the volumes of claims have.
-    pub volume_stats: volume_stats::Metrics,
 }
 
 impl Default for Metrics {
@@ -127,10 +123,8 @@ impl Default for Metrics {
             downgraded_hooks: Counter::default(),
             starts: Starts::default(),
             launches: Launches::default(),
-            operations: Operations::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
             in_table: InTable::default(),
-            volume_stats: volume_stats::Metrics::default(),
         }
     }
 }
@@ -195,8 +189,6 @@ impl Metrics {
         );
         self.starts.register(registry);
         self.launches.register(registry);
-        self.operations.register(registry);
-        self.volume_stats.register(registry);
         registry.register_collector(Box::new(self.in_table.clone()));
     }
 

@@ -23,13 +23,11 @@ use tracing::{info, warn};
 
 use crate::{error::Error, records::KnownPods};
 use beelet_base::blocking::blocking;
-use beelet_base::walk::remove_folder;
 use beelet_base::work::Work;
 use beelet_cri::Runtime;
-use beelet_csi::Csi;
 use beelet_dra::Dra;
 use beelet_model::{desired::Desired, table::PodTable};
-use beelet_volumes::Disks;
+use beelet_volumes::VolumeManager;
 
 /// How many pods' remains are taken away at a time: a driver that says nothing must not hold up all others.
 const AT_ONCE: usize = 16;
@@ -39,10 +37,8 @@ const AT_ONCE: usize = 16;
 pub struct Sweep {
     /// The folder with a folder for each pod.
     pub pods_dir: PathBuf,
-    /// The disks that are mounted for pods, and the volumes of drivers.
-    pub disks: Disks,
-    /// Storage plugins.
-    pub csi: Csi,
+    /// Takes back volumes.
+    pub volumes: VolumeManager,
     /// Drivers that claims to devices are prepared by.
     pub dra: Dra,
     /// The node has no API server. Its drivers, pods of a cluster, are not here then: what the record of
@@ -141,18 +137,8 @@ impl Sweep {
     /// them: either may never be given back.
     async fn remove(&self, uid: &str) -> Result<(), Error> {
         let table = Arc::clone(&self.table.borrow());
-        let (of_volumes, of_drivers) = join(self.remove_volumes(uid), self.dra.unprepare(uid, &table)).await;
-        of_volumes.and(of_drivers.map_err(Error::StillPrepared))
-    }
-
-    async fn remove_volumes(&self, uid: &str) -> Result<(), Error> {
-        let (folder, disks) = (self.pods_dir.join(uid), self.disks.clone());
-        self.csi.release(uid).await.map_err(Error::of_files)?;
-        let removing = blocking("removing a folder of volumes", move || {
-            disks.unmount_all(&folder)?;
-            Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
-        });
-        removing.await.map_err(Error::of_files)
+        let (of_volumes, of_drivers) = join(self.volumes.remove(uid), self.dra.unprepare(uid, &table)).await;
+        of_volumes.map_err(Error::of_files).and(of_drivers.map_err(Error::StillPrepared))
     }
 
     fn is_known(&self, uid: &str) -> bool {

@@ -28,7 +28,7 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_spec::{app_armor, cri_config, sysctls};
-use beelet_volumes::Volumes;
+use beelet_volumes::PodVolumes;
 
 /// What of the node goes into every pod's plan.
 pub(crate) struct Site<'a> {
@@ -40,6 +40,8 @@ pub(crate) struct Site<'a> {
     pub cgroup_parent: &'a dyn Fn(&str) -> String,
     /// The folder with a folder of volumes for each pod.
     pub pods_dir: &'a Path,
+    /// The volumes of a pod on disk.
+    pub volumes: &'a dyn Fn(&core::Pod) -> PodVolumes,
 }
 
 /// A pod, and what follows from its spec on this node.
@@ -58,7 +60,7 @@ pub(crate) struct PodPlan {
     /// The folder of its logs.
     pub logs: PathBuf,
     /// Its volumes.
-    pub volumes: Volumes,
+    pub volumes: PodVolumes,
     /// It runs in a user namespace of its own.
     pub own_users: bool,
     /// Its ephemeral containers.
@@ -104,7 +106,7 @@ impl PodPlan {
             grace: grace_period(&pod),
             folder: site.pods_dir.join(&uid),
             logs: log_folder(&site.node.pod_logs_dir, &name, &uid),
-            volumes: Volumes::of(&pod, site.pods_dir),
+            volumes: (site.volumes)(&pod),
             cgroups: paths.into_iter().flatten().collect(),
             host: site.node.host.clone(),
             on_host,
@@ -218,6 +220,7 @@ mod tests {
             cgroup_config: &CgroupConfig::new(CgroupVersion::V2, amounts),
             cgroup_parent: &|path| format!("/machine{path}"),
             pods_dir: Path::new("/pods"),
+            volumes: &|pod| PodVolumes::of(pod, Path::new("/pods"), &beelet_volumes::Plugins::default()),
         };
         PodPlan::new(Arc::new(serde_json::from_value(pod).unwrap()), &site)
     }

@@ -9,6 +9,7 @@ use std::{
 };
 
 use beelet_base::{
+    blocking::BlockingTasks,
     chance::chance,
     clock::After as _,
     spans::{self, TARGET},
@@ -26,7 +27,7 @@ use tracing::{Instrument, debug, info, trace_span, warn};
 
 use super::{
     error::{Error, StartError},
-    launch::{Chores, Launcher},
+    launch::Launcher,
     metrics,
     plan::PodPlan,
     runtime_view::{self, Foreknown, Made, Observation, Observer},
@@ -179,7 +180,7 @@ pub(super) struct Worker {
     held_back: bool,
     devices: Grant,
     /// What blocks, also what was begun for this pod by a worker before this one.
-    chores: Chores,
+    chores: BlockingTasks,
     /// The pod has ended, and has given back all but its containers and logs.
     released: bool,
 }
@@ -206,7 +207,7 @@ impl Worker {
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
         reports: mpsc::Sender<WorkerReport>,
-        (chores, known): (Chores, Foreknown),
+        (chores, known): (BlockingTasks, Foreknown),
     ) -> Self {
         let plan = launcher.plan(pod);
         let runtime = launcher.runtime.clone();
@@ -253,7 +254,7 @@ impl Worker {
         mut known: Foreknown,
     ) {
         let name = PodName::of(&pod).to_string();
-        let chores = Chores::new();
+        let chores = BlockingTasks::default();
         let start = move || {
             let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
             // What was known holds for the first look alone.

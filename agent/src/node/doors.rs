@@ -8,7 +8,7 @@ use beelet_cgroups::Cgroups;
 use beelet_cri::Runtime;
 use beelet_devices::Store;
 use beelet_eviction::gauges::Gauge;
-use beelet_pods::{qos_tree, refresh};
+use beelet_pods::qos_tree;
 
 /// The agent's ways to the machine. Missing ones are opened on this machine.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl Default for Doors {
             own_process: true,
             cgroup_check: qos_tree::CHECK,
             orphan_check: Duration::from_secs(60),
-            volume_check: refresh::CHECKED,
+            volume_check: beelet_volumes::CHECK_PERIOD,
         }
     }
 }

@@ -52,6 +52,7 @@ pub struct Metrics {
     pub(super) probes: beelet_probes::Metrics,
     pub(super) relist: relist::Metrics,
     pub(super) devices: beelet_devices::Metrics,
+    pub(super) volumes: beelet_volumes::Metrics,
     pub(super) csi: beelet_csi::Metrics,
     pub(super) dra: beelet_dra::Metrics,
     pub(super) exits: exits::Metrics,
@@ -76,6 +77,7 @@ impl Metrics {
     pub(super) fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Registry {
         let mut registry = Registry::default();
         self.pods.register(&mut registry);
+        self.volumes.register(&mut registry);
         self.qos_tree.register(&mut registry);
         self.cluster.register(&mut registry);
         self.tuner.register(&mut registry);

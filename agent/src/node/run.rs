@@ -35,7 +35,7 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
-use beelet_model::{desired::Desired, processes::Shared as Processes};
+use beelet_model::{desired::Desired, pod::NodeFacts, processes::Shared as Processes};
 use beelet_pods::{
     launch::Launcher,
     manager::{self, Manager},
@@ -45,6 +45,7 @@ use beelet_pods::{
 use beelet_probes::Probes;
 use beelet_shutdown::Shutdown;
 use beelet_state::State;
+use beelet_volumes::VolumeManager;
 
 /// Capacity of the queue of requests to the pods' manager. A sender waits while the queue is full.
 const REQUESTS: usize = 1024;
@@ -198,6 +199,7 @@ async fn run_parts(
     tasks.spawn_optional("records", writer);
     let launcher = launcher(&node, desired.clone(), records.written(), &devices, &protection)?;
     let launcher = Arc::new(launcher);
+    let volumes = launcher.volumes.clone();
     let exits = exits::follow(&node, &mut tasks, &requests, processes);
     let handles = Handles {
         services: services.clone(),
@@ -213,7 +215,7 @@ async fn run_parts(
     };
     tasks.spawn_optional("node shutdown", node_shutdown(&handles, goes_down).run(tasks.stop()));
     fill_cells(&node.late, &handles);
-    let orphans = upkeep::orphan_sweep(&node, &records, &handles);
+    let orphans = upkeep::orphan_sweep(&node, &records, &handles, volumes.clone());
     let manager = Manager::new(manager::Parts {
         launcher: Arc::clone(&launcher),
         runtime_name: node.version.runtime_name.clone(),
@@ -235,7 +237,7 @@ async fn run_parts(
     tasks.spawn("probes", probes(&node, inputs.ends.probes, &handles).run(tasks.stop()));
     measure(&node, &mut tasks, inputs.ends.stats, disk);
     cgroup_keepers::start(&node, &mut tasks, handles.requests.clone());
-    upkeep::keep_volumes(&node, &mut tasks, &launcher, orphans);
+    upkeep::keep_volumes(&node, &mut tasks, &volumes, orphans);
     upkeep::keep_images(&node, &mut tasks);
     upkeep::keep_logs(&node, &mut tasks);
     upkeep::serve_local_sockets(&node, &mut tasks, &handles);
@@ -318,9 +320,25 @@ fn measure(node: &Node, tasks: &mut Tasks, inbox: beelet_stats::Inbox, disk: bee
         interval: config.beelet.pressure_interval,
         most: config.beelet.max_measured_containers,
         disk: Box::new(disk),
-        volumes: metrics.pods.volume_stats.seen(),
+        volumes: metrics.volumes.usage(),
     };
     stats.clone().start(inbox, options, (Arc::clone(&node.cgroups), table.clone(), &node.kernel), tasks);
+}
+
+/// Builds the volume manager.
+fn volumes(node: &Node, facts: NodeFacts, desired: watch::Receiver<Arc<Desired>>) -> VolumeManager {
+    let services = &node.services;
+    VolumeManager::new(beelet_volumes::Deps {
+        node: facts,
+        pods_dir: services.config.beelet.pods_dir.clone(),
+        desired,
+        table: services.table.clone(),
+        storage: services.storage.clone(),
+        disks: services.disks.clone(),
+        csi: services.csi.clone(),
+        events: services.events.clone(),
+        metrics: services.metrics.volumes.clone(),
+    })
 }
 
 /// Builds the launcher of sandboxes and containers.
@@ -332,22 +350,22 @@ fn launcher(
     protection: &NodeProtection,
 ) -> Result<Launcher> {
     let Services { config, table, .. } = &node.services;
+    let facts = facts::node_facts(config, &node.machine, &node.cgroup_config.node)?;
     Ok(Launcher {
         runtime: node.services.runtime.clone(),
         puller: Arc::clone(&node.puller),
-        desired,
         table: table.clone(),
         cgroups: Arc::clone(&node.cgroups),
         cgroup_config: node.cgroup_config.clone(),
-        node: facts::node_facts(config, &node.machine, &node.cgroup_config.node)?,
         pods_dir: config.beelet.pods_dir.clone(),
         max_restart_delay: config.max_container_restart_period,
         events: node.services.events.clone(),
         devices: devices.clone(),
         cdi_by_annotation: cdi_by_annotation(&node.version.runtime_name, &node.version.runtime_version),
         storage: node.services.storage.clone(),
-        disks: node.services.disks.clone(),
-        csi: node.services.csi.clone(),
+        volumes: volumes(node, facts.clone(), desired.clone()),
+        desired,
+        node: facts,
         mounts: node.services.health.mounts(),
         dra: node.services.dra.clone(),
         users: Arc::new(UserNamespaces::new(node.user_ids, config.beelet.pods_dir.clone())),

@@ -11,8 +11,9 @@ use beelet_logs::{
     links,
     rotate::{self, Rotator},
 };
-use beelet_pods::{expand, launch::Launcher, orphans, records::Records, refresh, republish, volume_stats};
+use beelet_pods::{orphans, records::Records};
 use beelet_state::{State, events::NodeEvents};
+use beelet_volumes::{Periods, VolumeManager};
 use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 
@@ -95,12 +96,16 @@ async fn watch_mounts(mounts: Arc<Mounts>, events: NodeEvents, cancel: Cancellat
 }
 
 /// Builds the sweep of folders of removed pods.
-pub(super) fn orphan_sweep(node: &Node, records: &Records, handles: &Handles) -> orphans::Sweep {
+pub(super) fn orphan_sweep(
+    node: &Node,
+    records: &Records,
+    handles: &Handles,
+    volumes: VolumeManager,
+) -> orphans::Sweep {
     let services = &node.services;
     orphans::Sweep {
         pods_dir: services.config.beelet.pods_dir.clone(),
-        disks: services.disks.clone(),
-        csi: services.csi.clone(),
+        volumes,
         dra: services.dra.clone(),
         standalone: services.storage.is_none(),
         table: services.table.clone(),
@@ -112,23 +117,12 @@ pub(super) fn orphan_sweep(node: &Node, records: &Records, handles: &Handles) ->
 }
 
 /// Starts the parts that maintain volumes, while their pods run and after that.
-pub(super) fn keep_volumes(
-    node: &Node,
-    tasks: &mut Tasks,
-    launcher: &Arc<Launcher>,
-    orphans: orphans::Sweep,
-) {
+pub(super) fn keep_volumes(node: &Node, tasks: &mut Tasks, volumes: &VolumeManager, orphans: orphans::Sweep) {
     let services = &node.services;
-    let of = |tasks: &Tasks| (services.table.clone(), Arc::clone(launcher), tasks.stop());
-    let (table, launcher, stop) = of(tasks);
-    tasks.spawn("volumes", refresh::follow(table, launcher, services.doors.volume_check, stop));
-    let (table, launcher, stop) = of(tasks);
-    let asking = volume_stats::Asking { table, launcher, period: services.config.volume_stats_period };
-    tasks.spawn("volume statistics", volume_stats::follow(asking, stop));
-    let (table, launcher, stop) = of(tasks);
-    tasks.spawn("volumes that grow", expand::follow(table, launcher, stop));
-    let (table, launcher, stop) = of(tasks);
-    tasks.spawn("volumes that are published again", republish::follow(table, launcher, stop));
+    let periods = Periods { check: services.doors.volume_check, stats: services.config.volume_stats_period };
+    for (name, task) in volumes.tasks(periods, &tasks.stop()) {
+        tasks.spawn(name, task);
+    }
     tasks.spawn("volumes of storage plugins", services.csi.clone().sweep(tasks.stop()));
     tasks.spawn("DRA drivers", services.dra.clone().follow(tasks.stop()));
     tasks.spawn("pod folders", orphans::sweep(orphans, tasks.stop()));

@@ -1,16 +1,20 @@
-//! What volumes made of objects hold: ConfigMaps, Secrets, the downward API, and projections of them. Pure.
+//! Volumes that show objects: ConfigMaps, Secrets, the downward API, and projections of them.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
-use beelet_model::storage::{Claimed, Published};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
-use super::atomic::{Payload, PayloadFile};
-use super::{Attached, Error};
-use beelet_model::objects::Objects;
-use beelet_model::pod::NodeFacts;
+use crate::{
+    atomic::{self, Payload, PayloadFile},
+    error::Error,
+    loss::Loss,
+    mounts,
+    plugin::{Location, Sources, Spec, Target, VolumePlugin},
+    top_folder::{make_top, open_top},
+};
 use beelet_policy::{
     pod::references,
     volumes::{content::Allowance, trust_bundles},
@@ -21,26 +25,94 @@ use beelet_spec::env::missing;
 /// The mode of files that no mode is given for.
 const DEFAULT_MODE: i32 = 0o644;
 
-/// What volumes are made of besides their own spec.
-#[derive(Clone, Copy)]
-pub struct Sources<'a> {
-    /// The pod whose volumes they are.
-    pub pod: &'a core::Pod,
-    /// ConfigMaps and Secrets.
-    pub objects: &'a Objects,
-    /// The node.
-    pub node: &'a NodeFacts,
-    /// What the pod's claims are bound to, by volume, of those that containers use.
-    pub claims: &'a BTreeMap<String, Claimed>,
-    /// What storage plugins have brought to the pod, by volume.
-    pub published: &'a BTreeMap<String, Published>,
-    /// What was found out for volumes that are attached, or may be, by volume.
-    pub attached: &'a BTreeMap<String, Attached>,
+/// Volumes of ConfigMaps, Secrets, the downward API, and projections of them.
+#[derive(Debug)]
+pub(crate) struct ContentVolumes;
+
+/// The kubelet's name of the plugin of a volume that shows objects.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    let core::Volume { config_map, secret, projected, downward_api, .. } = spec.volume;
+    let kinds = [
+        (config_map.is_some(), "kubernetes.io/configmap"),
+        (secret.is_some(), "kubernetes.io/secret"),
+        (projected.is_some(), "kubernetes.io/projected"),
+        (downward_api.is_some(), "kubernetes.io/downward-api"),
+    ];
+    kinds.into_iter().find(|(is_there, _)| *is_there).map(|(_, name)| name)
+}
+
+impl VolumePlugin for ContentVolumes {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, _volume: &core::Volume) -> Location {
+        Location::Own
+    }
+
+    fn is_read_only(&self, _volume: &core::Volume) -> bool {
+        true
+    }
+
+    fn has_content(&self) -> bool {
+        true
+    }
+
+    fn is_restorable(&self) -> bool {
+        true
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        left: &mut Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        let Target { path, fs_group, sources, nested, .. } = *target;
+        let Some(payload) = payload(spec.volume, sources, left)? else { return Ok(None) };
+        let none = BTreeSet::new();
+        let nested = nested.map_or(Ok(&none), |nested| nested.as_ref().map_err(Clone::clone))?;
+        nested.iter().try_for_each(|way| left.path(way))?;
+        make_top(path)?;
+        let in_memory = in_memory(spec.volume);
+        if in_memory {
+            mounts::mount_for_content(path)?;
+        }
+        let top = open_top(path, in_memory)?.ok_or_else(|| Error::Vanished(path.to_owned()))?;
+        atomic::make_mount_points(path, &top, nested, fs_group)?;
+        if !(lacks_token(spec.volume, sources) && atomic::is_set_up(&top)) {
+            atomic::write(path, &top, &payload, fs_group)?;
+        }
+        Ok(None)
+    }
+
+    fn refresh(&self, spec: &Spec<'_>, target: &Target<'_>, left: &mut Allowance) -> Result<bool, Error> {
+        let Target { path, fs_group, sources, .. } = *target;
+        // A volume that isn't set up yet, or is being taken away, is left alone.
+        let Some(top) = open_top(path, in_memory(spec.volume))?.filter(atomic::is_set_up) else {
+            return Ok(false);
+        };
+        if lacks_token(spec.volume, sources) {
+            return Ok(false);
+        }
+        match payload(spec.volume, sources, left)? {
+            Some(payload) => atomic::write(path, &top, &payload, fs_group),
+            None => Ok(false),
+        }
+    }
+
+    fn loss(&self, spec: &Spec<'_>, path: &Path) -> Result<Option<Loss>, Error> {
+        Ok(match open_top(path, in_memory(spec.volume))? {
+            None => Some(Loss::Folder),
+            Some(top) if !atomic::is_set_up(&top) => Some(Loss::Files),
+            Some(_) => None,
+        })
+    }
 }
 
 /// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
 /// disk.
-pub(super) fn in_memory(volume: &core::Volume) -> bool {
+fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
 
@@ -49,7 +121,7 @@ pub(super) fn in_memory(volume: &core::Volume) -> bool {
 ///
 /// # Errors
 /// An object or a key in it is not there; or `left` is not enough for them.
-pub(super) fn payload<'o>(
+fn payload<'o>(
     volume: &core::Volume,
     sources: &Sources<'o>,
     left: &mut Allowance,
@@ -75,7 +147,7 @@ pub(super) fn payload<'o>(
 
 /// Returns true if a volume is to be made without a token that it asks for. One that is made already keeps
 /// what it has.
-pub(super) fn lacks_token(volume: &core::Volume, sources: &Sources<'_>) -> bool {
+fn lacks_token(volume: &core::Volume, sources: &Sources<'_>) -> bool {
     let projections = volume.projected.iter().flat_map(|projected| projected.sources.iter().flatten());
     let mut tokens = projections.filter_map(|projection| projection.service_account_token.as_ref());
     sources.objects.are_tokens_optional()
@@ -283,7 +355,9 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::plugin::Prepared;
     use beelet_model::objects::Object;
+    use beelet_model::objects::Objects;
 
     fn objects() -> Objects {
         let mut objects = Objects::default();
@@ -307,14 +381,7 @@ mod tests {
         }))
         .unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
-        let sources = Sources {
-            pod: &pod,
-            objects: &objects,
-            node: &node,
-            claims: &BTreeMap::new(),
-            published: &BTreeMap::new(),
-            attached: &BTreeMap::new(),
-        };
+        let sources = Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() };
         let shown = payload(&volume_of, &sources, &mut Allowance::default()).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
                 format!("{path}={}:{:o}", String::from_utf8_lossy(&file.bytes), file.mode)
@@ -369,14 +436,7 @@ mod tests {
         let volume: core::Volume = serde_json::from_value(volume).unwrap();
         let (mut objects, node) = (Objects::default(), beelet_spec::fixtures::node());
         let look = |objects: &Objects| {
-            let sources = Sources {
-                pod: &pod,
-                objects,
-                node: &node,
-                claims: &BTreeMap::new(),
-                published: &BTreeMap::new(),
-                attached: &BTreeMap::new(),
-            };
+            let sources = Sources { pod: &pod, objects, node: &node, prepared: &Prepared::default() };
             let files = payload(&volume, &sources, &mut Allowance::default());
             let files = files.map(Option::unwrap_or_default);
             (files.ok().map(|files| files["token"].bytes.to_vec()), lacks_token(&volume, &sources))
@@ -430,15 +490,8 @@ mod tests {
                 (serde_json::from_value(pod).unwrap(), serde_json::from_value(volume).unwrap());
             let (mut objects, node) = (objects(), beelet_spec::fixtures::node());
             objects.do_without_tokens();
-            let (claims, published) = (BTreeMap::new(), BTreeMap::new());
-            let sources = Sources {
-                pod: &pod,
-                objects: &objects,
-                node: &node,
-                claims: &claims,
-                published: &published,
-                attached: &BTreeMap::new(),
-            };
+            let sources =
+                Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() };
             let files = payload(&volume, &sources, &mut Allowance::default()).unwrap().unwrap();
             let shown = ["token", "a"].map(|path| (files[path].mode, files[path].owner));
             assert_eq!(shown, expected, "{context}");
@@ -491,14 +544,7 @@ mod tests {
         assert_eq!(
             payload(
                 &volume,
-                &Sources {
-                    pod: &pod,
-                    objects: &objects,
-                    node: &node,
-                    claims: &BTreeMap::new(),
-                    published: &BTreeMap::new(),
-                    attached: &BTreeMap::new(),
-                },
+                &Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() },
                 &mut Allowance::default()
             )
             .unwrap(),

@@ -1,23 +1,78 @@
 //! emptyDir: a folder of the pod's own, on disk or in memory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use beelet_policy::resources::{
-    self, MEMORY,
-    huge_pages::{self, Medium},
+use beelet_policy::{
+    resources::{
+        self, MEMORY,
+        huge_pages::{self, Medium},
+    },
+    volumes::content::Allowance,
 };
 use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{Error, Sources, mounts};
+use crate::{
+    error::Error,
+    fs_group::Access,
+    loss::Loss,
+    mounts,
+    plugin::{Location, Sources, Spec, Target, VolumePlugin},
+    top_folder::{add_mode, make_top},
+};
 
-/// Makes the folder, and mounts the memory. Harmless to repeat.
-pub(super) fn set_up(
-    path: &Path,
-    source: &core::EmptyDirVolumeSource,
-    sources: &Sources<'_>,
-) -> Result<(), Error> {
-    super::make_top(path)?;
+/// Folders of a pod's own.
+#[derive(Debug)]
+pub(crate) struct EmptyDirVolumes;
+
+/// The kubelet's name of the plugin of emptyDir volumes.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    spec.volume.empty_dir.is_some().then_some("kubernetes.io/empty-dir")
+}
+
+impl VolumePlugin for EmptyDirVolumes {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, _volume: &core::Volume) -> Location {
+        Location::Own
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        _left: &mut Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        let Some(source) = &spec.volume.empty_dir else { return Ok(None) };
+        make(target.path, source, target.sources)?;
+        if let Some(group) = target.fs_group {
+            group.own(target.path, Access::ReadWrite)?;
+        }
+        Ok(None)
+    }
+
+    fn is_restorable(&self) -> bool {
+        true
+    }
+
+    fn loss(&self, spec: &Spec<'_>, path: &Path) -> Result<Option<Loss>, Error> {
+        let Some(source) = &spec.volume.empty_dir else { return Ok(None) };
+        // Files in memory still exist for the containers that have the memory mounted, and for no other.
+        let is_mounted = source.medium.as_deref().is_some_and(|medium| !medium.is_empty());
+        let is_there = match std::fs::symlink_metadata(path) {
+            Ok(found) => found.is_dir() && (!is_mounted || mounts::is_mount_point(path)?),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
+            Err(error) => return Err(Error::io("look at", path)(error)),
+        };
+        Ok((!is_there).then_some(Loss::Data))
+    }
+}
+
+/// Makes the folder and mounts its memory, also where both are there already.
+fn make(path: &Path, source: &core::EmptyDirVolumeSource, sources: &Sources<'_>) -> Result<(), Error> {
+    make_top(path)?;
     match source.medium.as_deref().unwrap_or_default() {
         "" => {}
         "Memory" => {
@@ -36,7 +91,7 @@ pub(super) fn set_up(
     }
     // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was
     // given to a group has more in it, which stays.
-    super::add_mode(path, 0o777)
+    add_mode(path, 0o777)
 }
 
 /// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has

@@ -16,6 +16,17 @@ pub enum Error {
         /// Why.
         cause: Box<Error>,
     },
+    /// Claims whose PersistentVolumes are not known, or that the pod may not have: the kubelet's words.
+    #[error("unmounted volumes=[{0}], unattached volumes=[], failed to process volumes=[{0}]: {why}", .volumes.join(" "))]
+    Claims {
+        /// The volumes.
+        volumes: Vec<String>,
+        /// Why.
+        why: String,
+    },
+    /// A storage plugin cannot bring a volume, or cannot take it back.
+    #[error(transparent)]
+    Csi(#[from] beelet_csi::Error),
     /// One of a container's mounts.
     #[error("mount {path} of container {container}: {cause}")]
     Mount {
@@ -118,7 +129,11 @@ impl Error {
         move |cause| Self::Io { action, path, cause: cause.into() }
     }
 
+    /// The error of one of the pod's volumes. The words of an error of claims name their volumes already.
     pub(super) fn of_volume(self, volume: &str) -> Self {
+        if matches!(self, Self::Claims { .. }) {
+            return self;
+        }
         Self::Volume { volume: volume.to_owned(), cause: Box::new(self) }
     }
 }

@@ -17,27 +17,35 @@ use std::{
     sync::Arc,
 };
 
-use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_model::storage::VolumesInUse;
+use beelet_base::{
+    blocking::blocking,
+    folder::{PRIVATE, make_folder},
+};
+use beelet_model::storage::{Claimed, VolumesInUse};
 use beelet_policy::volumes::{
+    content::Allowance,
     csi,
     file_system::FileSystem,
     flex_volume::{self as policy, FlexVolume},
     remote_disk,
 };
-use k8s_openapi::api::core::v1::Pod;
+use futures::future::BoxFuture;
+use k8s_openapi::api::core::v1::{Pod, Volume};
 use tracing::warn;
 
 use serde::{Deserialize, Serialize};
 
 use self::driver::{Driver, Drivers};
 use crate::{
-    Error, VOLUMES,
+    VOLUMES,
     busy::Busy,
     disk,
+    error::Error,
     fs_group::{Access, FsGroup},
-    local::one_name,
-    mounts, records,
+    mounts,
+    persistent_volume::one_name,
+    plugin::{AttachFacts, Attachment, Location, Spec, Target, Use, VolumePlugin, namespace_of},
+    records,
 };
 
 /// Where records are in a pod's folder.
@@ -47,7 +55,7 @@ const DEVICES: &str = ".devices";
 
 /// A volume that a pod needs, with what was found out for it.
 #[derive(Clone)]
-pub struct FlexWanted {
+pub(crate) struct FlexWanted {
     /// The volume.
     pub volume: FlexVolume,
     /// What is in its Secret.
@@ -143,18 +151,19 @@ impl FlexVolumes {
     /// that nobody has called is asked.
     ///
     /// # Errors
-    /// There is no such driver, or it doesn't answer.
-    pub fn attaches(&self, driver: &str) -> Result<bool, Error> {
+    /// The driver is not there, or does not answer.
+    fn attaches(&self, driver: &str) -> Result<bool, Error> {
         Ok(self.0.drivers.get(driver)?.capabilities.attach)
     }
 
     /// Says that a pod will use a volume that a controller attaches: it detaches it no more.
-    pub fn use_by(&self, volume: &FlexVolume, uid: &str) {
+    fn use_by(&self, volume: &FlexVolume, uid: &str) {
         self.0.in_use.use_by(&volume.unique_name(), Some(uid));
     }
 
-    /// Has a volume mounted for the pod with this folder; where it is then. Harmless to repeat.
-    pub(crate) fn set_up(
+    /// Has a volume mounted for the pod with this folder, also where it is mounted already. Returns its
+    /// place.
+    fn mount_for_pod(
         &self,
         folder: &Path,
         pod: &Pod,
@@ -311,7 +320,7 @@ impl FlexVolumes {
     ///
     /// # Errors
     /// A driver is not there, or can't: the pod can't go yet.
-    pub(crate) fn release(&self, folder: &Path) -> Result<(), Error> {
+    fn release(&self, folder: &Path) -> Result<(), Error> {
         let all = records::all::<PodRecord>(&folder.join(OF_POD));
         let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
         // Each is tried, whatever becomes of the others.
@@ -395,20 +404,107 @@ impl FlexVolumes {
         let place = record_of(folder, driver.as_os_str().to_str()?, name.as_os_str().to_str()?);
         records::read(&place).ok()?
     }
+}
 
-    /// Returns true if what is at `target` is a pod's volume of a driver.
-    pub(crate) fn has(&self, folder: &Path, target: &Path) -> bool {
-        self.record_at(folder, target).is_some()
+/// The kubelet's name of the plugin of all drivers: the drivers' own names are not bounded.
+const NAME: &str = "kubernetes.io/flexvolume";
+
+/// The kubelet's name of the plugin of flexVolume volumes.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    let is_ours = match spec.claimed {
+        Some(_) => spec.persistent()?.flex_volume.is_some(),
+        None => spec.volume.flex_volume.is_some(),
+    };
+    is_ours.then_some(NAME)
+}
+
+/// The volume as its driver is asked for it.
+fn volume_of(spec: &Spec<'_>, namespace: &str) -> Result<FlexVolume, Error> {
+    let found = match spec.claimed {
+        Some(Claimed { volume, read_only, .. }) => policy::of_claim(volume, *read_only, namespace),
+        None => policy::of_pod(spec.volume, namespace).map(Ok),
+    };
+    found.unwrap_or_else(|| Err("the volume has no flexVolume".to_owned())).map_err(Error::unmet)
+}
+
+impl VolumePlugin for FlexVolumes {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
     }
 
-    /// Returns true if what is at `target` may get the label of containers.
-    pub(crate) fn may_relabel(&self, folder: &Path, target: &Path) -> bool {
-        self.record_at(folder, target).is_none_or(|record| record.relabel)
+    fn location(&self, _volume: &Volume) -> Location {
+        Location::Linked
     }
 
-    /// Returns true if it may be asked how much room there is at `target`.
-    pub(crate) fn is_measured(&self, folder: &Path, target: &Path) -> bool {
-        self.record_at(folder, target).is_none_or(|record| record.metrics)
+    fn is_read_only(&self, volume: &Volume) -> bool {
+        volume.flex_volume.as_ref().is_some_and(|source| source.read_only == Some(true))
+    }
+
+    fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
+        spec.claimed.is_some() || used.mounted
+    }
+
+    /// Waits until a controller has attached the volume, where its driver attaches volumes and there is a
+    /// controller. On a node of its own the agent attaches it when it is set up.
+    fn attach<'a>(
+        &'a self,
+        spec: Spec<'a>,
+        facts: AttachFacts<'a>,
+    ) -> BoxFuture<'a, Result<Option<Attachment>, Error>> {
+        Box::pin(async move {
+            let name = &spec.volume.name;
+            let found = volume_of(&spec, namespace_of(facts.pod))?;
+            let (drivers, driver) = (self.clone(), found.driver.clone());
+            let asked = blocking("asking a flexVolume driver", move || drivers.attaches(&driver)).await;
+            // Without the driver, the kubelet's words.
+            let is_attached = asked.map_err(|why| Error::Claims {
+                volumes: vec![name.clone()],
+                why: format!("failed to get Plugin from volumeSpec for volume {:?} err={why}", found.name),
+            })?;
+            let device = match facts.storage.filter(|_| is_attached) {
+                Some(storage) => {
+                    self.use_by(&found, facts.uid());
+                    Some(AttachFacts::attached(storage, name, &found.unique_name()).await?)
+                }
+                None => None,
+            };
+            let secret = match &found.secret {
+                Some(named) => facts.secret(Some(&found.driver), named).await?,
+                None => BTreeMap::new(),
+            };
+            Ok(Some(Attachment { secret, device, published: None }))
+        })
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        _left: &mut Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        let Some(Attachment { secret, device, .. }) = target.attachment(spec) else {
+            return Err(Error::unmet("it is not known whether the volume is attached"));
+        };
+        let pod = target.sources.pod;
+        let volume = volume_of(spec, namespace_of(pod))?;
+        let wanted = FlexWanted { volume, secret: secret.clone(), device: device.clone() };
+        self.mount_for_pod(target.folder, pod, &wanted, target.fs_group).map(Some)
+    }
+
+    fn tear_down(&self, folder: &Path) -> Result<(), Error> {
+        self.release(folder)
+    }
+
+    fn name_of_place(&self, folder: &Path, place: &Path) -> Option<&'static str> {
+        self.record_at(folder, place).map(|_| NAME)
+    }
+
+    fn may_relabel(&self, folder: &Path, place: &Path) -> bool {
+        self.record_at(folder, place).is_none_or(|record| record.relabel)
+    }
+
+    fn is_measured(&self, folder: &Path, place: &Path) -> bool {
+        self.record_at(folder, place).is_none_or(|record| record.metrics)
     }
 }
 

@@ -2,18 +2,68 @@
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use k8s_openapi::api::core::v1 as core;
 
-use super::Error;
 use beelet_base::folder::make_folder;
+use beelet_model::storage::Claimed;
 use beelet_policy::volumes::content;
+
+use crate::{
+    error::Error,
+    persistent_volume::options_of,
+    plugin::{Attachment, Location, Spec, Target, Use, VolumePlugin},
+};
+
+/// Files and folders of the machine, of pods and of PersistentVolumes.
+#[derive(Debug)]
+pub(crate) struct HostPathVolumes;
+
+/// The kubelet's name of the plugin of `hostPath` volumes.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    let is_ours = match spec.claimed {
+        Some(_) => spec.persistent()?.host_path.is_some(),
+        None => spec.volume.host_path.is_some(),
+    };
+    is_ours.then_some("kubernetes.io/host-path")
+}
+
+impl VolumePlugin for HostPathVolumes {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, volume: &core::Volume) -> Location {
+        match &volume.host_path {
+            Some(host) => Location::Machine(PathBuf::from(&host.path)),
+            None => Location::Linked,
+        }
+    }
+
+    fn is_due(&self, _spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
+        used.is_any()
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        _target: &Target<'_>,
+        _left: &mut content::Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        if let (Some(claimed), Some(source)) =
+            (spec.claimed, spec.persistent().and_then(|spec| spec.host_path.as_ref()))
+        {
+            return persistent(claimed, source).map(Some);
+        }
+        spec.volume.host_path.as_ref().map_or(Ok(()), check)?;
+        Ok(None)
+    }
+}
 
 /// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files
 /// 0644).
-pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
-    // A PersistentVolume comes here too.
+fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
     content::check_path(&host.path)?;
     let path = Path::new(&host.path);
     let kind = host.type_.as_deref().unwrap_or("");
@@ -41,7 +91,16 @@ pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
     if fits { Ok(()) } else { Err(wrong(format!("is not a {kind}"))) }
 }
 
-/// Makes an empty file, unless somebody else was faster.
+/// Checks a PersistentVolume of the type `hostPath`. Returns its path.
+pub(crate) fn persistent(claimed: &Claimed, source: &core::HostPathVolumeSource) -> Result<PathBuf, Error> {
+    if !options_of(claimed).is_empty() {
+        return Err(Error::unmet("mount options are not supported for volumes of type hostPath"));
+    }
+    check(source)?;
+    Ok(PathBuf::from(&source.path))
+}
+
+/// Makes an empty file, unless another program was faster.
 fn make_file(path: &Path) -> std::io::Result<()> {
     match fs::OpenOptions::new().create_new(true).write(true).open(path) {
         Ok(file) => file.set_permissions(fs::Permissions::from_mode(0o644)),

@@ -1,7 +1,6 @@
-//! PersistentVolumes of the machine's own: `local` (a folder, or a disk with a file system on it) and
-//! `hostPath`.
+//! PersistentVolumes of the machine's own disks (`local`): a folder, or a disk with a file system on it.
 //!
-//! A `local` volume is bound to `volumes/kubernetes.io~local-volume/<PersistentVolume>` in the pod's folder.
+//! A volume is bound to `volumes/kubernetes.io~local-volume/<PersistentVolume>` in the pod's folder.
 //! A disk is mounted once for all pods, in the folder of [`LocalDisks`], and unmounted with the last of them.
 
 use std::{
@@ -16,15 +15,18 @@ use beelet_policy::volumes::{claims, content, file_system::FileSystem};
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{
-    Error, VOLUMES,
+    VOLUMES,
     busy::Busy,
     disk,
+    error::Error,
     fs_group::{Access, FsGroup},
     mounts,
+    persistent_volume::{one_name, options_of},
+    plugin::{Location, Spec, Target, VolumePlugin},
 };
 
 /// The kubelet's name of this kind of volume, as it is in paths.
-pub(crate) const PLUGIN: &str = "kubernetes.io~local-volume";
+const PLUGIN: &str = "kubernetes.io~local-volume";
 
 /// The disks that are mounted for pods. Clones share it.
 #[derive(Clone, Debug)]
@@ -65,17 +67,9 @@ impl LocalDisks {
         Ok(())
     }
 
-    /// Unmounts all that is mounted in a pod's folder, and the disks that were the pod's alone.
-    pub(crate) fn unmount_all(&self, folder: &Path) -> Result<(), Error> {
-        let volumes = folder.join(VOLUMES).join(PLUGIN);
-        let entries = fs::read_dir(volumes).into_iter().flatten().flatten();
-        let volumes: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-        mounts::unmount_below(folder)?;
-        self.release(&volumes)
-    }
-
-    /// Mounts a `local` volume for the pod with this folder; where it is then. Harmless to repeat.
-    pub(crate) fn set_up(
+    /// Mounts a `local` volume for the pod with this folder, also where it is mounted already. Returns its
+    /// place.
+    fn mount(
         &self,
         folder: &Path,
         claimed: &Claimed,
@@ -131,23 +125,55 @@ impl LocalDisks {
     }
 }
 
-/// A name that is one part of a path: it comes from a server.
-pub(crate) fn one_name(name: &str) -> Result<&str, Error> {
-    let mut parts = Path::new(name).components();
-    match (parts.next(), parts.next()) {
-        (Some(Component::Normal(only)), None) if only == name => Ok(name),
-        _ => Err(Error::unmet(format!("{name:?} is no name of a PersistentVolume"))),
+/// The kubelet's name of the plugin of `local` PersistentVolumes.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    spec.persistent()?.local.is_some().then_some("kubernetes.io/local-volume")
+}
+
+impl VolumePlugin for LocalDisks {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, _volume: &core::Volume) -> Location {
+        Location::Linked
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        _left: &mut content::Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        let (Some(claimed), Some(persistent)) = (spec.claimed, spec.persistent()) else { return Ok(None) };
+        let Some(source) = &persistent.local else { return Ok(None) };
+        if persistent.volume_mode.as_deref() == Some("Block") {
+            return device(source).map(Some);
+        }
+        self.mount(target.folder, claimed, source, target.fs_group).map(Some)
+    }
+
+    /// Unmounts the pod's `local` volumes, and the disks that were the pod's alone.
+    fn tear_down(&self, folder: &Path) -> Result<(), Error> {
+        let own = folder.join(VOLUMES).join(PLUGIN);
+        let entries = fs::read_dir(&own).into_iter().flatten().flatten();
+        let volumes: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        mounts::unmount_below(&own)?;
+        self.release(&volumes)
+    }
+
+    fn name_of_place(&self, _folder: &Path, place: &Path) -> Option<&'static str> {
+        let is_ours = place.components().any(|part| part.as_os_str() == PLUGIN);
+        is_ours.then_some("kubernetes.io/local-volume")
+    }
+
+    fn must_be_mounted(&self, folder: &Path, place: &Path) -> bool {
+        place.starts_with(folder.join(VOLUMES).join(PLUGIN))
     }
 }
 
-/// The mount options of a PersistentVolume.
-pub(crate) fn options_of(claimed: &Claimed) -> Vec<String> {
-    let spec = claimed.volume.spec.as_ref();
-    spec.and_then(|spec| spec.mount_options.clone()).unwrap_or_default()
-}
-
-/// Checks that a `local` volume is a block device; where it is.
-pub(crate) fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error> {
+/// Checks that a `local` volume is a block device. Returns its path.
+fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error> {
     content::check_path(&source.path)?;
     let path = PathBuf::from(&source.path);
     let kind = fs::metadata(&path).map_err(Error::io("find the local volume", &path))?.file_type();
@@ -157,18 +183,10 @@ pub(crate) fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error>
     Err(Error::unmet(format!("the local volume {} is no block device", source.path)))
 }
 
-/// Checks a PersistentVolume of the type `hostPath`; where it is.
-pub(crate) fn host_path(claimed: &Claimed, source: &core::HostPathVolumeSource) -> Result<PathBuf, Error> {
-    if !options_of(claimed).is_empty() {
-        return Err(Error::unmet("mount options are not supported for volumes of type hostPath"));
-    }
-    crate::host_path::check(source)?;
-    Ok(PathBuf::from(&source.path))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host_path;
 
     #[test]
     fn the_path_of_a_persistent_volume_is_one_that_linux_takes() {
@@ -177,21 +195,8 @@ mod tests {
         let host = core::HostPathVolumeSource { path, type_: Some("DirectoryOrCreate".to_owned()) };
         let (volume, claim) = Default::default();
         let claimed = Claimed { volume, claim, read_only: false };
-        for refused in [device(&local), host_path(&claimed, &host)] {
+        for refused in [device(&local), host_path::persistent(&claimed, &host)] {
             assert!(matches!(refused, Err(Error::TooMuch(_))), "{refused:?}");
         }
-    }
-
-    #[test]
-    fn a_servers_name_is_one_part_of_a_path() {
-        let check = |name: &str, expected: bool| assert_eq!(one_name(name).is_ok(), expected, "{name:?}");
-        check("pv-1", true);
-        check("pvc-7c9b2f6e.x", true);
-        check("", false);
-        check(".", false);
-        check("..", false);
-        check("a/b", false);
-        check("a/", false);
-        check("/a", false);
     }
 }

@@ -11,18 +11,86 @@ use beelet_base::{
     folder::{PRIVATE, make_folder},
     program::Program,
 };
-use beelet_policy::volumes::file_system::{export, mount_options};
-use k8s_openapi::api::core::v1::NFSVolumeSource;
+use beelet_policy::volumes::{
+    content::Allowance,
+    file_system::{export, mount_options},
+};
+use k8s_openapi::api::core::v1::{NFSVolumeSource, Volume};
 
-use crate::{Error, VOLUMES, disk, local::one_name, mounts};
+use crate::{
+    VOLUMES, disk,
+    error::Error,
+    mounts,
+    persistent_volume::{one_name, options_of},
+    plugin::{Attachment, Location, Spec, Target, Use, VolumePlugin},
+};
 
 /// The kubelet's name of this kind of volume, as it is in paths.
-pub(crate) const PLUGIN: &str = "kubernetes.io~nfs";
+const PLUGIN: &str = "kubernetes.io~nfs";
 /// Where mount(8) looks for the helper.
 const HELPERS: [&str; 2] = ["/sbin/mount.nfs", "/usr/sbin/mount.nfs"];
 
-/// Mounts an export for the pod with this folder; where it is then. Harmless to repeat.
-pub(crate) fn set_up(
+/// Exports of NFS servers.
+#[derive(Debug)]
+pub(crate) struct NfsVolumes;
+
+/// The kubelet's name of the plugin of NFS volumes.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    let is_ours = match spec.claimed {
+        Some(_) => spec.persistent()?.nfs.is_some(),
+        None => spec.volume.nfs.is_some(),
+    };
+    is_ours.then_some("kubernetes.io/nfs")
+}
+
+impl VolumePlugin for NfsVolumes {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, _volume: &Volume) -> Location {
+        Location::Linked
+    }
+
+    fn is_read_only(&self, volume: &Volume) -> bool {
+        volume.nfs.as_ref().is_some_and(|source| source.read_only == Some(true))
+    }
+
+    fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
+        spec.claimed.is_some() || used.mounted
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        _left: &mut Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        if let Some(claimed) = spec.claimed {
+            let Some(source) = spec.persistent().and_then(|spec| spec.nfs.as_ref()) else { return Ok(None) };
+            let read_only = claimed.read_only || source.read_only == Some(true);
+            return mount(target.folder, claimed.name(), source, read_only, &options_of(claimed)).map(Some);
+        }
+        let Some(source) = &spec.volume.nfs else { return Ok(None) };
+        mount(target.folder, &spec.volume.name, source, source.read_only == Some(true), &[]).map(Some)
+    }
+
+    fn name_of_place(&self, _folder: &Path, place: &Path) -> Option<&'static str> {
+        let is_ours = place.components().any(|part| part.as_os_str() == PLUGIN);
+        is_ours.then_some("kubernetes.io/nfs")
+    }
+
+    fn must_be_mounted(&self, folder: &Path, place: &Path) -> bool {
+        place.starts_with(folder.join(VOLUMES).join(PLUGIN))
+    }
+
+    fn may_relabel(&self, folder: &Path, place: &Path) -> bool {
+        !self.must_be_mounted(folder, place)
+    }
+}
+
+/// Mounts an export for the pod with this folder, also where it is mounted already. Returns its place.
+fn mount(
     folder: &Path,
     name: &str,
     source: &NFSVolumeSource,

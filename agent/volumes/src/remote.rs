@@ -18,23 +18,31 @@ use std::{
 };
 
 use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_model::storage::VolumesInUse;
-use beelet_policy::volumes::remote_disk::{IscsiDisk, RemoteDisk, RemoteVolume, is_unique_name};
+use beelet_model::storage::{Claimed, VolumesInUse};
+use beelet_policy::volumes::{
+    content::Allowance,
+    remote_disk::{self as policy, IscsiDisk, RemoteDisk, RemoteVolume, is_unique_name},
+};
+use futures::future::BoxFuture;
+use k8s_openapi::api::core::v1::Volume;
 use serde::{Deserialize, Serialize};
 
 use self::{iscsi::Login, machine::Machine};
 use crate::{
-    Error, VOLUMES,
+    VOLUMES,
     busy::Busy,
     disk,
+    error::Error,
     fs_group::{Access, FsGroup},
-    local::one_name,
-    mounts, records,
+    mounts,
+    persistent_volume::one_name,
+    plugin::{AttachFacts, Attachment, Location, Spec, Target, Use, VolumePlugin, namespace_of},
+    records,
 };
 
 /// The kubelet's names of these kinds of volumes, as they are in paths.
-pub(crate) const FC: &str = "kubernetes.io~fc";
-pub(crate) const ISCSI: &str = "kubernetes.io~iscsi";
+const FC: &str = "kubernetes.io~fc";
+const ISCSI: &str = "kubernetes.io~iscsi";
 /// Where records are in a pod's folder.
 const OF_POD: &str = "plugins/kubernetes.io~remote-disk";
 /// The folder with the records of disks, beside those that are mounted.
@@ -42,7 +50,7 @@ const DISKS: &str = ".disks";
 
 /// A volume that a pod needs, with what is in its Secret.
 #[derive(Clone)]
-pub struct RemoteWanted {
+pub(crate) struct RemoteWanted {
     /// The volume.
     pub volume: RemoteVolume,
     /// What is in its Secret.
@@ -114,12 +122,13 @@ impl RemoteDisks {
     }
 
     /// Says that a pod will use a volume that a controller attaches: it detaches it no more.
-    pub fn use_by(&self, volume: &RemoteVolume, uid: &str) {
+    fn use_by(&self, volume: &RemoteVolume, uid: &str) {
         self.0.in_use.use_by(&volume.disk.unique_name(), Some(uid));
     }
 
-    /// Has a disk mounted for the pod with this folder, or found; where it is then. Harmless to repeat.
-    pub(crate) fn set_up(
+    /// Has a disk mounted for the pod with this folder, or found, also where it is there already. Returns its
+    /// place.
+    fn mount_for_pod(
         &self,
         folder: &Path,
         wanted: &RemoteWanted,
@@ -219,7 +228,7 @@ impl RemoteDisks {
     ///
     /// # Errors
     /// A mount is in use, or a target doesn't let go: the pod can't go yet.
-    pub(crate) fn release(&self, folder: &Path) -> Result<(), Error> {
+    fn release(&self, folder: &Path) -> Result<(), Error> {
         let all = records::all(&folder.join(OF_POD));
         let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
         // Each is tried, whatever becomes of the others.
@@ -295,7 +304,94 @@ impl RemoteDisks {
     }
 }
 
-/// What is worked on alone besides the disk itself.
+/// The kubelet's name of the plugin of disks on networks.
+pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
+    let (fc, iscsi) = match spec.claimed {
+        Some(_) => spec.persistent().map(|spec| (spec.fc.is_some(), spec.iscsi.is_some()))?,
+        None => (spec.volume.fc.is_some(), spec.volume.iscsi.is_some()),
+    };
+    if fc { Some("kubernetes.io/fc") } else { iscsi.then_some("kubernetes.io/iscsi") }
+}
+
+/// The volume with its disk.
+fn volume_of(spec: &Spec<'_>, namespace: &str) -> Result<RemoteVolume, Error> {
+    let found = match spec.claimed {
+        Some(Claimed { volume, read_only, .. }) => policy::of_claim(volume, *read_only, namespace),
+        None => policy::of_pod(spec.volume, namespace),
+    };
+    found.unwrap_or_else(|| Err("the volume has no disk on a network".to_owned())).map_err(Error::unmet)
+}
+
+impl VolumePlugin for RemoteDisks {
+    fn name(&self, spec: &Spec<'_>) -> Option<&'static str> {
+        plugin_name(spec)
+    }
+
+    fn location(&self, _volume: &Volume) -> Location {
+        Location::Linked
+    }
+
+    fn is_read_only(&self, volume: &Volume) -> bool {
+        let of_fc = volume.fc.as_ref().and_then(|source| source.read_only);
+        let of_iscsi = volume.iscsi.as_ref().and_then(|source| source.read_only);
+        [of_fc, of_iscsi].contains(&Some(true))
+    }
+
+    fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
+        spec.claimed.is_some() || used.mounted
+    }
+
+    /// Waits until a controller has attached the disk: a controller keeps a disk from being on two nodes that
+    /// must not both have it. A node of its own has no controller.
+    fn attach<'a>(
+        &'a self,
+        spec: Spec<'a>,
+        facts: AttachFacts<'a>,
+    ) -> BoxFuture<'a, Result<Option<Attachment>, Error>> {
+        Box::pin(async move {
+            let found = volume_of(&spec, namespace_of(facts.pod))?;
+            if let Some(storage) = facts.storage {
+                self.use_by(&found, facts.uid());
+                AttachFacts::attached(storage, &spec.volume.name, &found.disk.unique_name()).await?;
+            }
+            let secret = match &found.secret {
+                Some(named) => facts.secret(None, named).await?,
+                None => BTreeMap::new(),
+            };
+            Ok(Some(Attachment { secret, device: None, published: None }))
+        })
+    }
+
+    fn set_up(
+        &self,
+        spec: &Spec<'_>,
+        target: &Target<'_>,
+        _left: &mut Allowance,
+    ) -> Result<Option<PathBuf>, Error> {
+        let Some(Attachment { secret, .. }) = target.attachment(spec) else {
+            return Err(Error::unmet("it is not known whether the volume is attached"));
+        };
+        let volume = volume_of(spec, namespace_of(target.sources.pod))?;
+        let text = |value: &[u8]| String::from_utf8_lossy(value).into_owned();
+        let secret = secret.iter().map(|(key, value)| (key.clone(), text(value))).collect();
+        self.mount_for_pod(target.folder, &RemoteWanted { volume, secret }, target.fs_group).map(Some)
+    }
+
+    fn tear_down(&self, folder: &Path) -> Result<(), Error> {
+        self.release(folder)
+    }
+
+    fn name_of_place(&self, _folder: &Path, place: &Path) -> Option<&'static str> {
+        let is_in = |plugin: &str| place.components().any(|part| part.as_os_str() == plugin);
+        if is_in(FC) { Some("kubernetes.io/fc") } else { is_in(ISCSI).then_some("kubernetes.io/iscsi") }
+    }
+
+    fn must_be_mounted(&self, folder: &Path, place: &Path) -> bool {
+        [FC, ISCSI].iter().any(|plugin| place.starts_with(folder.join(VOLUMES).join(plugin)))
+    }
+}
+
+/// The key under which logins to the disk's target exclude each other.
 fn target_of(disk: &IscsiDisk) -> String {
     format!("target {}", disk.target)
 }

@@ -18,7 +18,7 @@ use crate::{Error, mounts};
 ///
 /// # Errors
 /// The kernel doesn't say it.
-pub fn room(pods: &Path, place: &Path) -> Result<Option<Room>, Error> {
+pub(crate) fn room(pods: &Path, place: &Path) -> Result<Option<Room>, Error> {
     let found = rustix::fs::openat(CWD, place, own_file::FOUND, Mode::empty());
     let found = found.map_err(Error::io("measure", place))?;
     let kind =

@@ -6,8 +6,21 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::*;
+use crate::{
+    csi::CsiVolumes,
+    loss::Loss,
+    operations::Operations,
+    plugin::Sources,
+    top_folder::{make_top, open_top},
+};
+use beelet_csi::Csi;
 use beelet_model::objects::Objects;
-use beelet_model::storage::VolumesInUse;
+use beelet_model::storage::{Claimed, VolumesInUse};
+use beelet_spec::env::Environment;
+use beelet_state::events::Recorder;
+use k8s_openapi::api::core::v1 as core;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 fn pod(spec: serde_json::Value) -> core::Pod {
     serde_json::from_value(json!({"metadata": {"uid": "u1", "namespace": "shop"}, "spec": spec})).unwrap()
@@ -17,20 +30,11 @@ fn facts() -> MountFacts {
     MountFacts { env: Environment::default(), images: BTreeMap::new(), recursive_read_only: false }
 }
 
-fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
-    let volumes = Volumes::of(pod, dir);
+fn set_up(pod: &core::Pod, dir: &Path) -> (PodVolumes, Result<(), Error>) {
+    let volumes = PodVolumes::of(pod, dir, &Plugins::default());
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let done = volumes.set_up(
-        &Sources {
-            pod,
-            objects: &objects,
-            node: &node,
-            claims: &BTreeMap::new(),
-            published: &BTreeMap::new(),
-            attached: &BTreeMap::new(),
-        },
-        &|| false,
-    );
+    let done = volumes
+        .set_up(&Sources { pod, objects: &objects, node: &node, prepared: &Prepared::default() }, &|| false);
     (volumes, done)
 }
 
@@ -118,19 +122,12 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
     let pod = pod(json!({"containers": [], "volumes": [
         {"name": "about", "downwardAPI": {"items": [{"path": "uid", "fieldRef": {"fieldPath": "metadata.uid"}}]}},
     ]}));
-    let volumes = Volumes::of(&pod, dir.path());
+    let volumes = PodVolumes::of(&pod, dir.path(), &Plugins::default());
     let path = volumes.path("about");
     fs::create_dir_all(&path).unwrap();
     std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let sources = Sources {
-        pod: &pod,
-        objects: &objects,
-        node: &node,
-        claims: &BTreeMap::new(),
-        published: &BTreeMap::new(),
-        attached: &BTreeMap::new(),
-    };
+    let sources = Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() };
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
     assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
@@ -146,7 +143,7 @@ fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
             {"name": "image", "image": {"reference": "x"}},
         ]
     }));
-    let volumes = Volumes::of(&pod, Path::new("/pods"));
+    let volumes = PodVolumes::of(&pod, Path::new("/pods"), &Plugins::default());
     let mut facts = facts();
     facts.images.insert("image".to_owned(), "sha256:1".to_owned());
     let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts, &|| false);
@@ -178,7 +175,8 @@ fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only
             "containers": [{"name": "c", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
             "volumes": [volume],
         }));
-        let volumes = Volumes::of(&pod, dir.path());
+        let plugins = plugins(&LocalDisks::new(dir.path(), dir.path()), dir.path());
+        let volumes = PodVolumes::of(&pod, dir.path(), &plugins);
         // Of those that a driver has mounted, a link says where.
         let place = dir.path().join("u1/volumes/vendor~driver/data");
         volumes.link("data", &place).unwrap();
@@ -203,7 +201,7 @@ fn the_runtime_is_told_which_part_of_an_image_to_mount() {
         "containers": [{"name": "c", "volumeMounts": [{"name": "image", "mountPath": "/a", "subPath": "x/y"}]}],
         "volumes": [{"name": "image", "image": {"reference": "x"}}],
     }));
-    let mounts = Volumes::of(&pod, Path::new("/pods")).mounts(
+    let mounts = PodVolumes::of(&pod, Path::new("/pods"), &Plugins::default()).mounts(
         &pod.spec.as_ref().unwrap().containers[0],
         &facts(),
         &|| false,
@@ -254,7 +252,7 @@ fn the_agent_makes_so_many_folders_for_the_parts_of_volumes_of_a_container_and_n
             "containers": [{"name": "c", "volumeMounts": mounts}],
             "volumes": [{"name": "image", "image": {"reference": "x"}}],
         }));
-        let volumes = Volumes::of(&pod, Path::new("/pods"));
+        let volumes = PodVolumes::of(&pod, Path::new("/pods"), &Plugins::default());
         let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts(), &|| false);
         match (made.map(|mounts| mounts.len()).map_err(|e| e.to_string()), expected) {
             (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
@@ -305,11 +303,13 @@ fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
     .unwrap()
 }
 
-/// These disks, and no drivers.
-fn disks_only(local: &LocalDisks, pods: &Path) -> Disks {
+/// Plugins of a node with these disks, without drivers.
+fn plugins(local: &LocalDisks, pods: &Path) -> Plugins {
     let flex = FlexVolumes::open("n1", (pods, pods), pods, VolumesInUse::default());
     let remote = RemoteDisks::open((pods, pods), VolumesInUse::default());
-    Disks::new(local.clone(), flex, remote)
+    let csi = Csi::open("n1", (pods, pods), VolumesInUse::default(), beelet_csi::Metrics::default());
+    let csi = CsiVolumes { csi, events: Recorder::default(), node_name: "n1".to_owned() };
+    Plugins::new(csi, &Disks::new(local.clone(), flex, remote), Operations::default())
 }
 
 /// Makes the pod's volume `data` of what its claim is bound to; where a container finds it on the machine.
@@ -317,21 +317,13 @@ fn set_up_claim(
     pod: &core::Pod,
     (pods, disks): (&Path, &LocalDisks),
     claimed: &Claimed,
-) -> (Volumes, Result<PathBuf, Error>) {
-    let volumes = Volumes::of(pod, pods).on(&Operations::default(), &disks_only(disks, pods));
+) -> (PodVolumes, Result<PathBuf, Error>) {
+    let volumes = PodVolumes::of(pod, pods, &plugins(disks, pods));
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed.clone())].into();
-    let done = volumes.set_up(
-        &Sources {
-            pod,
-            objects: &objects,
-            node: &node,
-            claims: &claims,
-            published: &BTreeMap::new(),
-            attached: &BTreeMap::new(),
-        },
-        &|| false,
-    );
+    let prepared = Prepared { claims, ..Prepared::default() };
+    let done =
+        volumes.set_up(&Sources { pod, objects: &objects, node: &node, prepared: &prepared }, &|| false);
     let container = &pod.spec.as_ref().unwrap().containers[0];
     let place =
         done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts(), &|| false)?[0].host_path)));
@@ -428,17 +420,11 @@ fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
     };
     let (old, new, node) = (objects("1"), objects("2"), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed("pv", json!({"hostPath": {"path": shelf}}), false))].into();
-    let sources = Sources {
-        pod: &pod,
-        objects: &old,
-        node: &node,
-        claims: &claims,
-        published: &BTreeMap::new(),
-        attached: &BTreeMap::new(),
-    };
+    let prepared = Prepared { claims, ..Prepared::default() };
+    let sources = Sources { pod: &pod, objects: &old, node: &node, prepared: &prepared };
     let pods = dir.path().join("pods");
-    let disks = disks_only(&LocalDisks::new(dir.path(), &pods), &pods);
-    let volumes = Volumes::of(&pod, &pods).on(&Operations::default(), &disks);
+    let disks = plugins(&LocalDisks::new(dir.path(), &pods), &pods);
+    let volumes = PodVolumes::of(&pod, &pods, &disks);
     volumes.set_up(&sources, &|| false).unwrap();
     assert_eq!(volumes.refresh(&Sources { objects: &new, ..sources }).unwrap(), 1);
     assert_eq!(fs::read_to_string(volumes.path("conf").join("a")).unwrap(), "2");
@@ -517,16 +503,9 @@ fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_b
     let mut objects = Objects::default();
     objects.add(Path::new("/m"), &map);
     let node = beelet_spec::fixtures::node();
-    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let sources = Sources {
-        pod: &pod,
-        objects: &objects,
-        node: &node,
-        claims: &claims,
-        published: &published,
-        attached: &attached,
-    };
-    let volumes = Volumes::of(&pod, dir.path());
+    let prepared = Prepared::default();
+    let sources = Sources { pod: &pod, objects: &objects, node: &node, prepared: &prepared };
+    let volumes = PodVolumes::of(&pod, dir.path(), &Plugins::default());
     volumes.set_up(&sources, &|| false).unwrap();
     let restored = || {
         let all = volumes.restore(&sources).unwrap().into_iter();
@@ -557,21 +536,14 @@ fn work_that_is_stopped_ends_before_the_next_volume_and_the_next_mount() {
     let mounts: Vec<_> =
         (0..100).map(|n| json!({"name": format!("v{n}"), "mountPath": format!("/{n}")})).collect();
     let pod = pod(json!({"containers": [{"name": "c", "volumeMounts": mounts}], "volumes": volumes}));
-    let (objects, node, none) = (Objects::default(), beelet_spec::fixtures::node(), BTreeMap::new());
-    let sources = Sources {
-        pod: &pod,
-        objects: &objects,
-        node: &node,
-        claims: &none,
-        published: &BTreeMap::new(),
-        attached: &BTreeMap::new(),
-    };
+    let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
+    let sources = Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() };
     let made = |pods: &str| fs::read_dir(dir.path().join(pods).join("u1/volumes")).unwrap().count();
     let after = |looks: usize| {
         let left = std::cell::Cell::new(looks);
         move || left.replace(left.get().saturating_sub(1)) == 0
     };
-    let of = |pods: &str| Volumes::of(&pod, &dir.path().join(pods));
+    let of = |pods: &str| PodVolumes::of(&pod, &dir.path().join(pods), &Plugins::default());
     assert!(matches!(of("some").set_up(&sources, &after(3)), Err(Error::Stopped)));
     assert_eq!(made("some"), 3);
     of("all").set_up(&sources, &|| false).unwrap();

@@ -34,6 +34,11 @@ const NAME: &str = "events";
 /// Shortest interval between two writes, which combine events.
 const WRITE_PERIOD: Duration = Duration::from_secs(2);
 
+/// Time after which an event names the work that an object waits for, and the time between two of these
+/// events.
+const WAITING_AFTER: Duration = Duration::from_secs(10);
+const WAITING_PERIOD: Duration = Duration::from_secs(60);
+
 /// Severity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kind {
@@ -248,6 +253,25 @@ impl Recorder {
     /// Records a warning.
     pub fn warning(&self, object: Object, reason: &str, message: impl Into<String>) {
         self.record(object, Kind::Warning, reason, message.into());
+    }
+
+    /// Awaits `work`. An event says that the object waits for `subject` once that takes long, and again while
+    /// it does.
+    pub async fn while_waiting<T>(
+        &self,
+        object: impl Fn() -> Object,
+        subject: &str,
+        work: impl Future<Output = T>,
+    ) -> T {
+        let mut work = std::pin::pin!(work);
+        let mut pause = WAITING_AFTER;
+        loop {
+            if let Ok(done) = tokio::time::timeout(pause, &mut work).await {
+                return done;
+            }
+            pause = WAITING_PERIOD;
+            self.normal(object(), "Waiting", format!("Waiting for {subject}"));
+        }
     }
 
     fn record(&self, object: Object, kind: Kind, reason: &str, message: String) {

@@ -78,9 +78,9 @@ fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
     let node = Node::new(&format!("{FLAT}\nmount) touch $2/made; {OK};;\nunmount) rm $2/made; {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
     assert!(!volumes.attaches("v/d").unwrap());
-    let place = volumes.set_up(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap();
+    let place = volumes.mount_for_pod(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap();
     assert_eq!(place, folder.join("volumes/v~d/data"));
-    assert!(place.join("made").exists() && volumes.has(&folder, &place));
+    assert!(place.join("made").exists() && volumes.name_of_place(&folder, &place).is_some());
     let calls = node.calls();
     assert_eq!((calls.len(), &*calls[0][0], &*calls[1][0]), (2, "init", "mount"));
     assert_eq!(calls[1][1], place.display().to_string());
@@ -110,7 +110,7 @@ fn a_driver_that_can_not_holds_its_pod_until_it_can() {
         "$(dirname $0)/healed"
     ));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
-    let set_up = || volumes.set_up(&folder, &pod("u1"), &wanted(&json!({})), None);
+    let set_up = || volumes.mount_for_pod(&folder, &pod("u1"), &wanted(&json!({})), None);
     let why = set_up().unwrap_err().to_string();
     assert!(why.contains("mount command failed, status: Failure, reason: busy"), "{why}");
     assert!(!folder.join("volumes/v~d/data").exists());
@@ -143,7 +143,7 @@ fn a_device_is_attached_for_the_first_pod_and_detached_with_the_last() {
     let (volumes, wanted) = (node.volumes(), wanted(&json!({})));
     let folders = ["u1", "u2"].map(|uid| node.pods().join(uid));
     for (folder, uid) in folders.iter().zip(["u1", "u2"]) {
-        volumes.set_up(folder, &pod(uid), &wanted, None).unwrap();
+        volumes.mount_for_pod(folder, &pod(uid), &wanted, None).unwrap();
     }
     let calls = node.calls();
     let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
@@ -158,7 +158,7 @@ fn a_device_is_attached_for_the_first_pod_and_detached_with_the_last() {
     let mut other = wanted;
     other.volume.options.insert("size".to_owned(), "2m".to_owned());
     let third = node.pods().join("u3");
-    let why = volumes.set_up(&third, &pod("u3"), &other, None).unwrap_err().to_string();
+    let why = volumes.mount_for_pod(&third, &pod("u3"), &other, None).unwrap_err().to_string();
     assert!(why.contains("with other options"), "{why}");
     volumes.release(&third).unwrap();
     // What is on disk is in use, also after a restart.
@@ -185,7 +185,7 @@ fn a_volume_never_gets_the_device_of_another_of_its_name() {
     let folders = ["u1", "u2", "u3", "u4"].map(|uid| node.pods().join(uid));
     let set_up = |at: usize, size: &str| {
         let wanted = wanted(&json!({"options": {"size": size}}));
-        volumes.set_up(&folders[at], &pod(&format!("u{}", at + 1)), &wanted, None)
+        volumes.mount_for_pod(&folders[at], &pod(&format!("u{}", at + 1)), &wanted, None)
     };
     let record = |at: usize| record_of(&folders[at], "v~d", "data");
     let known = || {
@@ -216,7 +216,8 @@ fn a_volume_never_gets_the_device_of_another_of_its_name() {
 fn a_driver_that_prints_its_arguments_fails_without_the_secret() {
     let node = Node::new(&format!("{FLAT}\nmount) echo \"+ $3\"; exit 1;;"));
     let folder = node.pods().join("u1");
-    let why = node.volumes().set_up(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap_err().to_string();
+    let why =
+        node.volumes().mount_for_pod(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap_err().to_string();
     assert!(why.contains("answer to mount cannot be read"), "{why}");
     assert!(!why.contains("aHVzaA==") && !why.contains("hush") && !why.contains("size"), "{why}");
 }
@@ -228,7 +229,7 @@ fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
     let wanted = FlexWanted { device: Some("/dev/z".to_owned()), ..wanted(&json!({})) };
     volumes.use_by(&wanted.volume, "u1");
     volumes.use_by(&wanted.volume, "u2");
-    volumes.set_up(&folder, &pod("u1"), &wanted, None).unwrap();
+    volumes.mount_for_pod(&folder, &pod("u1"), &wanted, None).unwrap();
     let calls = node.calls();
     let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
     assert_eq!(commands, ["init", "waitforattach", "mountdevice", "mount"]);
@@ -259,7 +260,7 @@ fn no_program_is_started_for_a_file_system_that_needs_a_helper() {
         // What the driver says of the device is no more its own choice than the type is.
         let node = Node::new("init|attach) echo '{\"status\": \"Success\", \"device\": \"/no/disk\"}';;");
         let wanted = wanted(&json!({ "fsType": kind }));
-        let failed = node.volumes().set_up(&node.pods().join("u1"), &pod("u1"), &wanted, None);
+        let failed = node.volumes().mount_for_pod(&node.pods().join("u1"), &pod("u1"), &wanted, None);
         assert!(node.calls().iter().any(|call| call[0] == "mountdevice"), "the driver leaves it to others");
         failed.unwrap_err().to_string()
     };
@@ -278,7 +279,7 @@ fn hostile_names_lead_nowhere() {
     let refused = |change: &dyn Fn(&mut FlexVolume), pod: &Pod, words: &str| {
         let mut wanted = wanted(&json!({}));
         change(&mut wanted.volume);
-        let why = volumes.set_up(&folder, pod, &wanted, None).unwrap_err().to_string();
+        let why = volumes.mount_for_pod(&folder, pod, &wanted, None).unwrap_err().to_string();
         assert!(why.contains(words), "{why}");
     };
     refused(&|volume| volume.name = "../x".to_owned(), &pod("u1"), "is no name");

@@ -149,7 +149,7 @@ fn a_disk_is_logged_in_to_once_scanned_for_alone_and_logged_out_from_with_the_la
     let mut wanted = iscsi(&json!({"chapAuthSession": true, "secretRef": {"name": "chap"}}));
     wanted.secret = BTreeMap::from([("node.session.auth.password".to_owned(), "hush".to_owned())]);
     disks.use_by(&wanted.volume, "u1");
-    let device = disks.set_up(&fake.pod("u1"), &wanted, None).unwrap();
+    let device = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap();
     assert_eq!(device.canonicalize().unwrap(), fake.path("dev/sd3").canonicalize().unwrap());
     let node = format!("-m node -p 10.0.0.1:3260 -T {TARGET}");
     let discovery = "-m discoverydb -t sendtargets -p 10.0.0.1:3260 -I default";
@@ -168,7 +168,7 @@ fn a_disk_is_logged_in_to_once_scanned_for_alone_and_logged_out_from_with_the_la
     // A second pod, and an agent that knows nothing: nobody logs in again.
     let disks = fake.disks();
     assert_eq!(fake.names_in_use(), [format!("kubernetes.io/iscsi/10.0.0.1:{TARGET}:1")]);
-    disks.set_up(&fake.pod("u2"), &wanted, None).unwrap();
+    disks.mount_for_pod(&fake.pod("u2"), &wanted, None).unwrap();
     assert_eq!(fake.calls(), ["-m iface -I default -o show"]);
     disks.release(&fake.pod("u1")).unwrap();
     assert!(fake.calls().is_empty() && !fake.names_in_use().is_empty());
@@ -190,11 +190,11 @@ fn another_disk_of_a_target_keeps_its_session() {
     let fake = Fake::new();
     fake.listens("10.0.0.1:3260", 3);
     let disks = fake.disks();
-    disks.set_up(&fake.pod("u1"), &iscsi(&json!({})), None).unwrap();
+    disks.mount_for_pod(&fake.pod("u1"), &iscsi(&json!({})), None).unwrap();
     let mut other = iscsi(&json!({"lun": 2}));
     other.volume.name = "pv-2".to_owned();
     // It has not come yet: what may have been done is given back all the same.
-    let why = disks.set_up(&fake.pod("u2"), &other, None).unwrap_err().to_string();
+    let why = disks.mount_for_pod(&fake.pod("u2"), &other, None).unwrap_err().to_string();
     assert!(why.contains("Timed out waiting"), "{why}");
     drop(fake.calls());
     disks.release(&fake.pod("u1")).unwrap();
@@ -210,13 +210,13 @@ fn as_many_portals_as_answer_are_used_and_multipath_makes_one_device_of_them() {
     fake.listens("10.0.0.3:3260", 5);
     let disks = fake.disks();
     let wanted = iscsi(&json!({"portals": ["10.0.0.2:3260", "10.0.0.3"]}));
-    let device = disks.set_up(&fake.pod("u1"), &wanted, None).unwrap();
+    let device = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap();
     assert!(device.ends_with(format!("ip-10.0.0.2:3260-iscsi-{TARGET}-lun-1")), "{device:?}");
     let logins = fake.calls().iter().filter(|call| call.ends_with("--login")).count();
     assert_eq!(logins, 2 + ROUNDS_OF_ONE_THAT_IS_AWAY);
     disks.release(&fake.pod("u1")).unwrap();
     fake.multipath("dm-0", &["sd4", "sd5"]);
-    let device = disks.set_up(&fake.pod("u1"), &wanted, None).unwrap();
+    let device = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap();
     assert_eq!(device, fake.path("dev/dm-0"));
     drop(fake.calls());
     disks.release(&fake.pod("u1")).unwrap();
@@ -233,7 +233,7 @@ fn a_target_that_is_away_is_told_and_leaves_no_interface_behind() {
     let fake = Fake::new();
     let disks = fake.disks();
     let wanted = iscsi(&json!({"initiatorName": "iqn.2001-04.com.example:node"}));
-    let why = disks.set_up(&fake.pod("u1"), &wanted, None).unwrap_err().to_string();
+    let why = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap_err().to_string();
     assert!(why.contains("failed to get any path") && why.contains("no portal answers"), "{why}");
     let calls = fake.calls();
     let interface = "-m iface -I 10.0.0.1:3260:pv-1";
@@ -248,7 +248,7 @@ fn a_target_that_is_away_is_told_and_leaves_no_interface_behind() {
     // What iscsiadm refuses of a Secret is not in the error.
     let mut wanted = iscsi(&json!({"chapAuthDiscovery": true, "secretRef": {"name": "chap"}}));
     wanted.secret = BTreeMap::from([("discovery.sendtargets.auth.password".to_owned(), "refuse".to_owned())]);
-    let why = disks.set_up(&fake.pod("u1"), &wanted, None).unwrap_err().to_string();
+    let why = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap_err().to_string();
     assert!(why.contains("auth.password") && !why.contains("refuse"), "{why}");
 }
 
@@ -272,12 +272,15 @@ fn a_disk_on_fibre_channel_is_found_by_its_links_and_forgotten_with_the_last_pod
     symlink("../../sdc", fake.path("dev/disk/by-id/scsi-VENDOR_1")).unwrap();
     let disks = fake.disks();
     let unit = fc(&json!({"targetWWNs": ["5006"], "lun": 0}));
-    assert_eq!(disks.set_up(&fake.pod("u1"), &unit, None).unwrap(), fake.path("dev/sda"));
+    assert_eq!(disks.mount_for_pod(&fake.pod("u1"), &unit, None).unwrap(), fake.path("dev/sda"));
     assert_eq!(fake.says("sys/class/scsi_host/host0/scan"), "- - -");
     let named = fc(&json!({"wwids": ["VENDOR 1"]}));
-    assert_eq!(disks.set_up(&fake.pod("u2"), &named, None).unwrap(), fake.path("dev/sdc"));
+    assert_eq!(disks.mount_for_pod(&fake.pod("u2"), &named, None).unwrap(), fake.path("dev/sdc"));
     let none = fc(&json!({"targetWWNs": ["5007"], "lun": 0}));
-    assert_eq!(disks.set_up(&fake.pod("u3"), &none, None).unwrap_err().to_string(), "no fc disk found");
+    assert_eq!(
+        disks.mount_for_pod(&fake.pod("u3"), &none, None).unwrap_err().to_string(),
+        "no fc disk found"
+    );
     disks.release(&fake.pod("u3")).unwrap();
     disks.release(&fake.pod("u1")).unwrap();
     let deleted = |name: &str| fake.says(&format!("sys/block/{name}/device/delete"));
@@ -285,7 +288,7 @@ fn a_disk_on_fibre_channel_is_found_by_its_links_and_forgotten_with_the_last_pod
     // Several paths are one disk.
     fake.multipath("dm-1", &["sdb", "sdc"]);
     drop(fake.calls());
-    assert_eq!(disks.set_up(&fake.pod("u4"), &named, None).unwrap(), fake.path("dev/dm-1"));
+    assert_eq!(disks.mount_for_pod(&fake.pod("u4"), &named, None).unwrap(), fake.path("dev/dm-1"));
     disks.release(&fake.pod("u2")).unwrap();
     assert_eq!(deleted("sdc"), "", "another pod has it");
     disks.release(&fake.pod("u4")).unwrap();
@@ -300,12 +303,12 @@ fn a_disk_for_one_pod_is_refused_to_a_second() {
     symlink("../../sdc", fake.path("dev/disk/by-id/scsi-w1")).unwrap();
     let spec = json!({"fc": {"wwids": ["w1"]}, "volumeMode": "Block", "accessModes": ["ReadWriteOncePod"]});
     let (disks, wanted) = (fake.disks(), claimed(&spec));
-    disks.set_up(&fake.pod("u1"), &wanted, None).unwrap();
-    disks.set_up(&fake.pod("u1"), &wanted, None).unwrap();
-    let why = disks.set_up(&fake.pod("u2"), &wanted, None).unwrap_err().to_string();
+    disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap();
+    disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap();
+    let why = disks.mount_for_pod(&fake.pod("u2"), &wanted, None).unwrap_err().to_string();
     assert!(why.contains("ReadWriteOncePod"), "{why}");
     disks.release(&fake.pod("u1")).unwrap();
-    disks.set_up(&fake.pod("u2"), &wanted, None).unwrap();
+    disks.mount_for_pod(&fake.pod("u2"), &wanted, None).unwrap();
 }
 
 #[test]
@@ -323,7 +326,7 @@ fn a_disk_is_formatted_and_mounted_once_for_all_pods_and_comes_off_with_the_last
     let mut wanted = iscsi(&json!({"fsType": "ext4"}));
     wanted.volume.is_block = false;
     let disks = fake.disks();
-    let places = ["u1", "u2"].map(|uid| disks.set_up(&fake.pod(uid), &wanted, None).unwrap());
+    let places = ["u1", "u2"].map(|uid| disks.mount_for_pod(&fake.pod(uid), &wanted, None).unwrap());
     assert!(places[0].ends_with("u1/volumes/kubernetes.io~iscsi/pv-1"), "{places:?}");
     fs::write(places[0].join("written"), "1").unwrap();
     assert!(places[1].join("written").exists());
@@ -337,7 +340,7 @@ fn a_disk_is_formatted_and_mounted_once_for_all_pods_and_comes_off_with_the_last
     assert!(!mounted.exists() && !mounts::is_mount_point(&places[1]).unwrap());
     assert!(fake.calls().iter().any(|call| call.contains("--logout")));
     // What was written is there the next time: it is formatted once.
-    let place = disks.set_up(&fake.pod("u3"), &wanted, None).unwrap();
+    let place = disks.mount_for_pod(&fake.pod("u3"), &wanted, None).unwrap();
     assert!(place.join("written").exists());
     disks.release(&fake.pod("u3")).unwrap();
 }

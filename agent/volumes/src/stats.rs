@@ -1,6 +1,6 @@
-//! How much room the pods' volumes of claims and of storage plugins have, asked once per period as by the
-//! kubelet (`volumeStatsAggPeriod`): plugins by NodeGetVolumeStats, the kernel for what the agent mounted.
-//! What a container or a plugin does can only hold up the numbers of its own volumes.
+//! Statistics of the pods' volumes of claims and of storage plugins, measured once per period as by the
+//! kubelet (`volumeStatsAggPeriod`): by NodeGetVolumeStats of the plugin, or by the kernel for volumes that
+//! the agent mounted. A container or a plugin can only delay the statistics of its own volumes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,16 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_base::blocking::blocking;
-use beelet_base::work::Work;
+use beelet_base::{blocking::blocking, work::Work};
 use beelet_csi::Usage;
-use beelet_model::{
-    disk::{VolumeUse, VolumesUse},
-    table::PodTable,
-};
+use beelet_model::disk::{VolumeUse, VolumesUse};
 use beelet_policy::volumes::claims;
-use beelet_state::events::Object;
-use beelet_volumes::Volumes;
+use beelet_state::events::{Object, Recorder};
 use futures::{StreamExt, future::join_all, stream};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -34,88 +29,84 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::{
-    launch::Launcher,
-    rounds::{Rounds, has, uid},
+    plugins::Plugins,
+    pod_volumes::PodVolumes,
+    resync::{Resync, has, uid},
+    room::room,
 };
 
-/// How long a volume may take to answer; the numbers of its pod are missing then.
+/// Time that a volume may take to answer. A slower volume has no statistics.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Pods at a time.
+/// Pods that are measured at the same time.
 const AT_A_TIME: usize = 16;
 /// Bounds of durations, in seconds: the kubelet's (`prometheus.DefBuckets`).
 const BUCKETS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
-/// What asking needs.
+/// Parts that the statistics need.
 #[derive(Debug)]
-pub struct Asking {
-    /// The pods of the node.
-    pub table: watch::Receiver<Arc<PodTable>>,
-    /// Knows the plugins, and where the pods' folders are.
-    pub launcher: Arc<Launcher>,
-    /// Between two rounds.
-    pub period: Duration,
+pub(crate) struct Deps {
+    pub(crate) pods_dir: PathBuf,
+    pub(crate) plugins: Plugins,
+    pub(crate) events: Recorder,
+    pub(crate) metrics: StatsMetrics,
 }
 
-/// Asks once per period, and as soon as a pod has its volumes, until `cancel`.
-pub fn follow(asking: Asking, cancel: CancellationToken) -> Work {
+/// Measures the volumes of all pods once per period, and those of a new pod at once, until `cancel`.
+pub(crate) fn follow(deps: Deps, mut resync: Resync, cancel: CancellationToken) -> Work {
     Box::pin(async move {
-        let Asking { table, launcher, period } = asking;
-        let metrics = &launcher.metrics.volume_stats;
-        let mut rounds = Rounds::new(table, &launcher.csi, period, is_asked);
-        let mut told: Told = BTreeMap::new();
+        let metrics = &deps.metrics;
+        let mut warned: Warned = BTreeMap::new();
         let work = async {
             loop {
-                let pods = rounds.next().await;
-                let found = stream::iter(pods).map(|pod| of_pod(&launcher, pod)).buffer_unordered(AT_A_TIME);
+                let pods = resync.next().await;
+                let found = stream::iter(pods).map(|pod| of_pod(&deps, pod)).buffer_unordered(AT_A_TIME);
                 let found: Vec<_> = found.collect().await;
-                told.retain(|(uid, _), _| rounds.knows(uid));
-                tell(&launcher, &mut told, &found);
-                let mut seen = (**metrics.seen.borrow()).clone();
-                seen.retain(|uid, _| rounds.knows(uid));
-                seen.extend(found.into_iter().map(|(pod, volumes)| {
+                warned.retain(|(uid, _), _| resync.knows(uid));
+                record_conditions(&deps.events, &mut warned, &found);
+                let mut usage = (**metrics.usage.borrow()).clone();
+                usage.retain(|uid, _| resync.knows(uid));
+                usage.extend(found.into_iter().map(|(pod, volumes)| {
                     (uid(&pod).to_owned(), volumes.into_iter().map(|(volume, _)| volume).collect())
                 }));
-                metrics.seen.send_replace(Arc::new(seen));
+                metrics.usage.send_replace(Arc::new(usage));
             }
         };
         cancel.run_until_cancelled(work).await;
     })
 }
 
-/// Returns true if a pod has volumes of claims or of storage plugins.
-fn is_asked(pod: &Pod) -> bool {
+/// Returns true if a pod has volumes outside of its folder's own file system.
+pub(crate) fn is_measured(pod: &Pod) -> bool {
     has(pod, |volume| {
         let is_attached = volume.flex_volume.is_some() || volume.fc.is_some() || volume.iscsi.is_some();
         claims::may_be_of_driver(volume) || volume.nfs.is_some() || is_attached
     })
 }
 
-/// What was told to be wrong, by the pod's UID and the volume.
-type Told = BTreeMap<(String, String), String>;
+/// Abnormal conditions that have an event, by the pod's UID and the volume.
+type Warned = BTreeMap<(String, String), String>;
 
-/// What a volume of a pod has, and what its plugin says is wrong with it.
+/// Use of a volume of a pod, and the message of its plugin if its condition is abnormal.
 type Found = (VolumeUse, String);
 
-async fn of_pod(launcher: &Launcher, pod: Arc<Pod>) -> (Arc<Pod>, Vec<Found>) {
-    let volumes = Volumes::of(&pod, &launcher.pods_dir).on(&launcher.metrics.operations, &launcher.disks);
+async fn of_pod(deps: &Deps, pod: Arc<Pod>) -> (Arc<Pod>, Vec<Found>) {
+    let volumes = PodVolumes::of(&pod, &deps.pods_dir, &deps.plugins);
     let places = blocking("looking for volumes", move || volumes.places()).await;
-    let brought = launcher.csi.volumes_of(uid(&pod)).await;
-    let ask = places.into_iter().map(async |(volume, place)| {
+    let measure = places.into_iter().map(async |(volume, place)| {
         let began = Instant::now();
         let asked = async {
-            match brought.iter().find(|one| one.path == place) {
-                Some(one) => (one.driver().to_owned(), launcher.csi.usage(one).await.map_err(text)),
-                None => (
-                    "statfs".to_owned(),
-                    launcher.metrics.volume_stats.room(&launcher.pods_dir, place.clone()).await,
-                ),
+            for plugin in deps.plugins.all() {
+                if let Some((source, stats)) = plugin.stats(uid(&pod), &place).await {
+                    return (source, stats.await);
+                }
             }
+            ("statfs".to_owned(), deps.metrics.room(&deps.pods_dir, place.clone()).await)
         };
         let Ok((source, asked)) = tokio::time::timeout(PATIENCE, asked).await else {
-            debug!(pod = uid(&pod), volume, "no answer within {PATIENCE:?} to how much room a volume has");
+            debug!(pod = uid(&pod), volume, "a volume did not report its size within {PATIENCE:?}");
             return None;
         };
-        launcher.metrics.volume_stats.took(source, began.elapsed());
+        deps.metrics.record_duration(source, began.elapsed());
         match asked {
             Ok(usage) => {
                 let (room, condition) = usage?;
@@ -125,12 +116,12 @@ async fn of_pod(launcher: &Launcher, pod: Arc<Pod>) -> (Arc<Pod>, Vec<Found>) {
                 Some((VolumeUse { volume, claim, at: Timestamp::now(), room, abnormal }, message))
             }
             Err(why) => {
-                debug!(pod = uid(&pod), volume, "a volume does not say how much room it has: {why}");
+                debug!(pod = uid(&pod), volume, "cannot read the size of a volume: {why}");
                 None
             }
         }
     });
-    let found = join_all(ask).await.into_iter().flatten().collect();
+    let found = join_all(measure).await.into_iter().flatten().collect();
     (pod, found)
 }
 
@@ -145,16 +136,16 @@ fn claim_of(pod: &Pod, name: &str) -> Option<(String, String)> {
     Some((pod.metadata.namespace.clone().unwrap_or_default(), claim.name))
 }
 
-/// Events of volumes in which something is wrong, once for each thing.
-fn tell(launcher: &Launcher, told: &mut Told, found: &[(Arc<Pod>, Vec<Found>)]) {
+/// Records an event for each volume whose condition is abnormal, once per message.
+fn record_conditions(events: &Recorder, warned: &mut Warned, found: &[(Arc<Pod>, Vec<Found>)]) {
     for (pod, volumes) in found {
         for (volume, message) in volumes {
             let key = (uid(pod).to_owned(), volume.volume.clone());
             if volume.abnormal != Some(true) {
-                told.remove(&key);
-            } else if told.insert(key, message.clone()).as_ref() != Some(message) {
+                warned.remove(&key);
+            } else if warned.insert(key, message.clone()).as_ref() != Some(message) {
                 let message = format!("Volume {}: {message}", volume.volume);
-                launcher.events.warning(Object::pod(pod), "VolumeConditionAbnormal", message);
+                events.warning(Object::pod(pod), "VolumeConditionAbnormal", message);
             }
         }
     }
@@ -169,47 +160,46 @@ fn durations() -> Histogram {
     Histogram::new(BUCKETS)
 }
 
-/// What was found, and how long that took; clones share it.
+/// Use of the volumes, and the durations of the measurements. Clones share them.
 #[derive(Clone, Debug)]
-pub struct Metrics {
-    seen: watch::Sender<VolumesUse>,
+pub(crate) struct StatsMetrics {
+    usage: watch::Sender<VolumesUse>,
     took: Family<Source, Histogram, fn() -> Histogram>,
     /// File systems that are being asked.
     asked: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
-impl Default for Metrics {
+impl Default for StatsMetrics {
     fn default() -> Self {
         let took = Family::new_with_constructor(durations as fn() -> Histogram);
-        Self { seen: watch::Sender::default(), took, asked: Arc::default() }
+        Self { usage: watch::Sender::default(), took, asked: Arc::default() }
     }
 }
 
-impl Metrics {
-    /// What the volumes have.
-    #[must_use]
-    pub fn seen(&self) -> watch::Receiver<VolumesUse> {
-        self.seen.subscribe()
+impl StatsMetrics {
+    /// Use of all measured volumes.
+    pub(crate) fn usage(&self) -> watch::Receiver<VolumesUse> {
+        self.usage.subscribe()
     }
 
     pub(crate) fn register(&self, registry: &mut Registry) {
         let help = "How long it took to find out how much room a volume has, in seconds";
         registry.register("kubelet_volume_metric_collection_duration_seconds", help, self.took.clone());
-        registry.register_collector(Box::new(Claims(self.seen())));
+        registry.register_collector(Box::new(Claims(self.usage())));
     }
 
-    fn took(&self, metric_source: String, took: Duration) {
+    fn record_duration(&self, metric_source: String, took: Duration) {
         self.took.get_or_create(&Source { metric_source }).observe(took.as_secs_f64());
     }
 
-    /// Asks the kernel. One that hangs is not asked a second time meanwhile: each would hold a thread.
+    /// Asks the kernel. A file system that hangs is not asked a second time: each call would occupy a thread.
     async fn room(&self, pods: &Path, place: PathBuf) -> Result<Option<Usage>, String> {
         if !self.asked().insert(place.clone()) {
             return Err("it still has not answered the last time".to_owned());
         }
         let (metrics, pods) = (self.clone(), pods.to_owned());
         let measure = move || {
-            let room = beelet_volumes::room(&pods, &place);
+            let room = room(&pods, &place);
             metrics.asked().remove(&place);
             room
         };

@@ -1,8 +1,9 @@
-//! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that
-//! run show it at once, not at the next of a kubelet's periodic checks. Volumes that somebody has removed
-//! from the node's disk are looked for periodically, and when a container starts.
+//! Keeps volumes of ConfigMaps and Secrets current: when an object changes, the volumes of the pods that run
+//! show it at once, not at the next of a kubelet's periodic checks. Volumes that were removed from the node's
+//! disk are looked for periodically, and when a container starts.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,35 +13,46 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::launch::Launcher;
+use crate::{
+    error::Error,
+    plugin::{Prepared, Sources},
+    plugins::Plugins,
+    pod_volumes::PodVolumes,
+};
 use beelet_base::blocking::blocking;
 use beelet_base::clock::After as _;
 use beelet_base::work::Work;
+use beelet_model::desired::Desired;
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
 use beelet_state::events::{Object, Recorder};
-use beelet_volumes::Volumes;
 
-/// How often it is looked whether volumes are whole: as often as a kubelet makes them again (syncFrequency).
-pub const CHECKED: Duration = Duration::from_secs(60);
+/// Time between two checks for lost volumes: as often as a kubelet makes volumes again (`syncFrequency`).
+pub const CHECK_PERIOD: Duration = Duration::from_secs(60);
 
-/// Follows the objects until `cancel`, and looks each `period` whether volumes are whole. A change that can't
-/// be shown (a key that a volume needs is gone) is told, and leaves the volume as it was.
-pub fn follow(
-    mut table: watch::Receiver<Arc<PodTable>>,
-    launcher: Arc<Launcher>,
-    period: Duration,
-    cancel: CancellationToken,
-) -> Work {
+/// Parts that keep contents current.
+#[derive(Clone, Debug)]
+pub(crate) struct Deps {
+    pub(crate) table: watch::Receiver<Arc<PodTable>>,
+    pub(crate) desired: watch::Receiver<Arc<Desired>>,
+    pub(crate) events: Recorder,
+    pub(crate) node: NodeFacts,
+    pub(crate) pods_dir: PathBuf,
+    pub(crate) plugins: Plugins,
+}
+
+/// Follows the objects until `cancel`, and checks each `period` for lost volumes. A change that a volume
+/// cannot show (a key that the volume needs is gone) is logged, and leaves the volume as it was.
+pub(crate) fn follow(deps: Deps, period: Duration, cancel: CancellationToken) -> Work {
     Box::pin(async move {
-        let mut desired = launcher.desired.clone();
+        let (mut table, mut desired, deps) = (deps.table.clone(), deps.desired.clone(), Arc::new(deps));
         let mut shown = Arc::clone(&desired.borrow_and_update().objects);
-        // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed
-        // while the agent was away.
+        // The pods that were brought up to date. An adopted pod was not: its objects may have changed while
+        // the agent was away.
         let mut current = Pods::new();
-        // Those of which something could not be shown, and what was told of that.
-        let (mut failing, mut told) = (BTreeSet::new(), BTreeSet::new());
+        // Pods with a volume that could not show its objects, and the warnings about them.
+        let (mut failing, mut warned) = (BTreeSet::new(), BTreeSet::new());
         let mut checks = tokio::time::interval_at(Instant::now().after(period), period);
         checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -49,25 +61,25 @@ pub fn follow(
             let mut due = due(&current, &here);
             if !Objects::are_same(&shown, &objects) {
                 due.extend(concerned((&shown, &objects), &current, &here, &failing));
-                told.clear();
+                warned.clear();
             }
             shown = Arc::clone(&objects);
             if !due.is_empty() {
                 failing.retain(|name| !due.contains_key(name));
-                let worker = Arc::clone(&launcher);
+                let worker = Arc::clone(&deps);
                 let failures =
                     blocking("refreshing volumes", move || refresh_all(&due, &worker, &objects)).await;
                 let sentences = failures.iter().map(|(name, error)| sentence(name, error)).collect();
                 failing.extend(failures.into_keys());
-                told = warn_of_new(&sentences, &told);
+                warned = warn_of_new(&sentences, &warned);
             }
             current = here;
             tokio::select! {
-                // Without a source of pods there is nobody to say anything.
+                // Without a source of pods no object changes.
                 Ok(()) = desired.changed() => {}
                 changed = table.changed() => if changed.is_err() { return },
                 _ = checks.tick() => {
-                    let (worker, objects) = (Arc::clone(&launcher), Arc::clone(&shown));
+                    let (worker, objects) = (Arc::clone(&deps), Arc::clone(&shown));
                     let here = current.clone();
                     blocking("looking for lost volumes", move || check_all(&here, &worker, &objects)).await;
                 }
@@ -77,43 +89,40 @@ pub fn follow(
     })
 }
 
-/// Looks whether the volumes of the pods that run are whole.
-fn check_all(pods: &Pods, launcher: &Launcher, objects: &Objects) {
-    for (name, entry) in pods.iter().filter(|(_, entry)| has_volumes(entry)) {
-        let volumes = Volumes::of(&entry.pod, &launcher.pods_dir);
+/// Makes lost volumes of the pods that run again.
+fn check_all(pods: &Pods, deps: &Deps, objects: &Objects) {
+    for (name, entry) in pods.iter().filter(|(_, entry)| runs(entry)) {
+        let volumes = PodVolumes::of(&entry.pod, &deps.pods_dir, &deps.plugins);
         if !volumes.are_restorable() || objects.is_unread(&entry.pod) {
             continue;
         }
-        if let Err(error) = restore(&entry.pod, &volumes, &launcher.node, objects, &launcher.events) {
+        if let Err(error) = restore((&entry.pod, &volumes), &deps.node, objects, &deps.events) {
             let message = format!("MountVolume.SetUp failed: {error}");
-            launcher.events.warning(Object::pod(&entry.pod), "FailedMount", message);
+            deps.events.warning(Object::pod(&entry.pod), "FailedMount", message);
         }
-        // That an object can't be shown any more was told when it changed.
-        if let Ok(changed @ 1..) = refresh(entry, launcher, objects) {
+        // An object that a volume can no longer show was logged when the object changed.
+        if let Ok(changed @ 1..) = refresh(entry, deps, objects) {
             info!(pod = %name, volumes = changed, "volumes that were changed on the node are as they were");
         }
     }
 }
 
-/// Returns true if a pod's volumes are made, and are not being given back: one of its containers runs.
-fn has_volumes(entry: &PodEntry) -> bool {
+/// Returns true if a container of the pod runs: its volumes are set up, and are not being taken away.
+fn runs(entry: &PodEntry) -> bool {
     let Some(status) = entry.pod.status.as_ref().filter(|_| !entry.ending) else { return false };
     let all = status.container_statuses.iter().chain(&status.init_container_statuses).flatten();
     let mut states = all.filter_map(|container| container.state.as_ref());
     states.any(|state| state.running.is_some())
 }
 
-/// Makes again what is gone of a pod's volumes, and tells it. For a pod whose volumes were made.
+/// Makes lost volumes of a pod again, with an event for each. For a pod whose volumes are set up.
 pub(crate) fn restore(
-    pod: &Pod,
-    volumes: &Volumes,
+    (pod, volumes): (&Pod, &PodVolumes),
     node: &NodeFacts,
     objects: &Objects,
     events: &Recorder,
-) -> Result<(), beelet_volumes::Error> {
-    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let (claims, published, attached) = (&claims, &published, &attached);
-    let sources = beelet_volumes::Sources { pod, objects, node, claims, published, attached };
+) -> Result<(), Error> {
+    let sources = Sources { pod, objects, node, prepared: &Prepared::default() };
     for restored in volumes.restore(&sources)? {
         warn!(pod = %PodName::of(pod), "{restored}");
         events.warning(Object::pod(pod), restored.reason(), restored.to_string());
@@ -123,8 +132,8 @@ pub(crate) fn restore(
 
 type Due = BTreeMap<PodName, Arc<PodEntry>>;
 
-/// The pods that have come since, by name (another one of the same name is one, too), and those that say
-/// something else of themselves, which volumes of the downward API show.
+/// Pods that are new since, by name (another pod of the same name is new too), and pods whose fields for
+/// volumes of the downward API have changed.
 fn due(known: &Pods, here: &Pods) -> Due {
     let is_new = |name: &PodName, entry: &PodEntry| {
         known.get(name).is_none_or(|known| !says_the_same(&known.pod, &entry.pod))
@@ -134,8 +143,8 @@ fn due(known: &Pods, here: &Pods) -> Due {
     new.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
 }
 
-/// The pods that were here before and to which other objects, or tokens, say something else now. In a cluster
-/// some pod's token changes every few seconds, and looking at a pod's volumes is some dozens of system calls.
+/// Known pods whose objects or tokens have changed. In a cluster some pod's token changes every few seconds,
+/// and a look at a pod's volumes takes some dozens of system calls.
 fn concerned(
     (before, now): (&Objects, &Objects),
     known: &Pods,
@@ -150,7 +159,7 @@ fn concerned(
     all.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
 }
 
-/// Returns true if both are the same pod, and the downward API would tell the same of both.
+/// Returns true if both are the same pod, and the downward API shows the same for both.
 fn says_the_same(one: &Pod, other: &Pod) -> bool {
     let (a, b) = (&one.metadata, &other.metadata);
     (&a.uid, &a.labels, &a.annotations) == (&b.uid, &b.labels, &b.annotations)
@@ -163,11 +172,11 @@ fn resources(pod: &Pod) -> impl Iterator<Item = Option<&core::ResourceRequiremen
     containers.map(|container| container.resources.as_ref())
 }
 
-/// Brings pods up to date. What went wrong, by pod.
-fn refresh_all(pods: &Due, launcher: &Launcher, objects: &Objects) -> BTreeMap<PodName, String> {
+/// Brings pods up to date. Returns the failures by pod.
+fn refresh_all(pods: &Due, deps: &Deps, objects: &Objects) -> BTreeMap<PodName, String> {
     let mut failures = BTreeMap::new();
     for (name, entry) in pods {
-        match refresh(entry, launcher, objects) {
+        match refresh(entry, deps, objects) {
             Ok(0) => {}
             Ok(changed) => {
                 info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
@@ -184,19 +193,17 @@ fn sentence(name: &PodName, error: &str) -> String {
     format!("pod {name}: {error}; the volume stays as it was")
 }
 
-fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, beelet_volumes::Error> {
+fn refresh(entry: &PodEntry, deps: &Deps, objects: &Objects) -> Result<usize, Error> {
     let pod: &Pod = &entry.pod;
-    let volumes = Volumes::of(pod, &launcher.pods_dir);
+    let volumes = PodVolumes::of(pod, &deps.pods_dir, &deps.plugins);
     if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() || objects.is_unread(pod) {
         return Ok(0);
     }
-    // Only what is made of objects is brought up to date.
-    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let (node, claims, published, attached) = (&launcher.node, &claims, &published, &attached);
-    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims, published, attached })
+    // Volumes of objects need no claims.
+    volumes.refresh(&Sources { pod, objects, node: &deps.node, prepared: &Prepared::default() })
 }
 
-/// Tells what wasn't told of the same objects before.
+/// Logs the failures that were not logged before for the same objects.
 fn warn_of_new(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
     for failure in failures.difference(before) {
         warn!("{failure}");

@@ -1,5 +1,5 @@
-//! When the volumes of pods are looked at: those of all pods once per period, and as soon as a storage plugin
-//! comes or goes; those of a pod that is new at once.
+//! The schedule of periodic checks of pods' volumes: those of all pods once per period and as soon as a
+//! storage plugin comes or goes; those of a new pod at once.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -16,26 +16,24 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use crate::in_table::has_volumes;
-
-/// Rounds over the pods whose volumes are mounted.
+/// Periodic rounds over the pods whose volumes are mounted.
 #[derive(Debug)]
-pub(crate) struct Rounds {
+pub(crate) struct Resync {
     table: watch::Receiver<Arc<PodTable>>,
     plugins: watch::Receiver<Arc<Drivers>>,
     period: Duration,
     is_wanted: fn(&Pod) -> bool,
-    /// The UIDs of the pods that are here and were looked at.
+    /// UIDs of the pods that exist and were checked.
     seen: BTreeSet<String>,
-    /// The pods among which nobody is new.
+    /// Pods among which none is new.
     known: Pods,
-    /// When all pods are due.
+    /// Time when all pods are due.
     due: Instant,
     /// The last round was one of all pods.
     was_whole: bool,
 }
 
-impl Rounds {
+impl Resync {
     /// Rounds over the pods of `table` that are wanted, the first at once, then one per `period`.
     pub(crate) fn new(
         table: watch::Receiver<Arc<PodTable>>,
@@ -49,7 +47,7 @@ impl Rounds {
         Self { table, plugins, period, is_wanted, seen, known, due, was_whole: false }
     }
 
-    /// Waits until pods are due. May be dropped at any time.
+    /// Waits until pods are due. Callers may drop it at any time.
     pub(crate) async fn next(&mut self) -> Vec<Arc<Pod>> {
         if self.was_whole {
             self.due = Instant::now().after(self.period);
@@ -69,14 +67,14 @@ impl Rounds {
         pods
     }
 
-    /// Returns true if the pod of this UID was here when the last round began.
+    /// Returns true if the pod with this UID existed when the last round began.
     pub(crate) fn knows(&self, uid: &str) -> bool {
         self.seen.contains(uid)
     }
 }
 
-/// Waits for a pod that was not looked at. Only pods that have changed are asked: of the others `known` says
-/// that there is none.
+/// Waits for a pod that was not checked. Only pods that have changed can be new: the others are among
+/// `known`.
 async fn new_one(
     table: &mut watch::Receiver<Arc<PodTable>>,
     known: &mut Pods,
@@ -91,13 +89,13 @@ async fn new_one(
         }
         *known = now;
         if table.changed().await.is_err() {
-            // The table goes with the agent.
+            // The table ends with the agent.
             return std::future::pending().await;
         }
     }
 }
 
-/// Returns true if a pod has its volumes, and such as are looked at.
+/// Returns true if a pod has volumes that are checked, and they are set up.
 fn is_due(entry: &PodEntry, is_wanted: fn(&Pod) -> bool) -> bool {
     is_wanted(&entry.pod) && has_volumes(entry)
 }
@@ -106,13 +104,21 @@ fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Po
     table.pods.values().filter(move |entry| is_due(entry, is_wanted)).map(|entry| &entry.pod)
 }
 
-/// Returns true if a pod runs, and has such volumes.
+/// Returns true if the volumes of a pod are set up: they are made before its sandbox, and removed after it.
+#[must_use]
+pub fn has_volumes(entry: &PodEntry) -> bool {
+    let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let mut sandbox = conditions.filter(|condition| condition.type_ == "PodReadyToStartContainers");
+    !entry.cleared && sandbox.any(|condition| condition.status == "True")
+}
+
+/// Returns true if a pod runs with a volume for which this is true.
 pub(crate) fn runs_with(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
     let runs = Ended::of(pod.status.as_ref(), false).is_none();
     pod.metadata.deletion_timestamp.is_none() && runs && has(pod, is_wanted)
 }
 
-/// Returns true if a pod has such volumes.
+/// Returns true if a pod has a volume for which this is true.
 pub(crate) fn has(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
     pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()).any(is_wanted)
 }

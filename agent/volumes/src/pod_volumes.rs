@@ -1,0 +1,258 @@
+//! The volumes of one pod on disk: set up, kept current, restored, and taken away. Blocks.
+
+use std::path::{Path, PathBuf};
+
+use beelet_base::{
+    folder::{PRIVATE, make_folder},
+    walk::remove_folder,
+};
+use beelet_policy::volumes::{claims, content::Allowance, mount_points};
+use k8s_openapi::api::core::v1 as core;
+use tracing::debug;
+
+use crate::{
+    SUB_PATHS, VOLUMES,
+    error::Error,
+    fs_group::FsGroup,
+    loss::Restored,
+    mounts,
+    operations::Operation,
+    plugin::{Location, Sources, Spec, Target, Use, VolumePlugin},
+    plugins::Plugins,
+    sub_path,
+};
+
+/// Bytes of the longest file of variables.
+const READ_MOST: u64 = 1 << 20;
+
+/// The volumes of a pod.
+#[derive(Clone, Debug)]
+pub struct PodVolumes {
+    /// `<pods>/<uid>`.
+    pub(crate) folder: PathBuf,
+    pub(crate) volumes: Vec<core::Volume>,
+    pub(crate) plugins: Plugins,
+    fs_group: Option<FsGroup>,
+}
+
+/// Returns true once work has to stop, because its caller waits no longer. Asked between two mounts, so that
+/// the mounts can soon be taken away.
+pub type Stop<'a> = &'a dyn Fn() -> bool;
+
+impl PodVolumes {
+    /// The volumes of `pod`, with their folders below `pods_dir`.
+    #[must_use]
+    pub fn of(pod: &core::Pod, pods_dir: &Path, plugins: &Plugins) -> Self {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let volumes = pod.spec.as_ref().and_then(|s| s.volumes.clone()).unwrap_or_default();
+        let context = pod.spec.as_ref().and_then(|s| s.security_context.as_ref());
+        let fs_group = FsGroup::of(context);
+        Self { folder: pods_dir.join(uid), volumes, plugins: plugins.clone(), fs_group }
+    }
+
+    pub(crate) fn path(&self, volume: &str) -> PathBuf {
+        self.folder.join(VOLUMES).join(volume)
+    }
+
+    /// The plugin of a volume whose claim was not read.
+    pub(crate) fn plugin(&self, volume: &core::Volume) -> &dyn VolumePlugin {
+        self.plugins.of(&Spec::of(volume)).1
+    }
+
+    fn target<'a>(&'a self, path: &'a Path, sources: &'a Sources<'a>) -> Target<'a> {
+        Target { folder: &self.folder, path, fs_group: self.fs_group.as_ref(), sources, nested: None }
+    }
+
+    /// Sets up the volumes that must be there before the first container runs, also those that are there
+    /// already. A volume that no container uses delays nothing.
+    ///
+    /// # Errors
+    /// A volume that a container uses cannot be made, or `stop` returned true.
+    pub fn set_up(&self, sources: &Sources<'_>, stop: Stop<'_>) -> Result<(), Error> {
+        let (mounted, devices) = claims::used(sources.pod);
+        let (mut left, nested) = (Allowance::default(), mount_points::nested(sources.pod));
+        for volume in &self.volumes {
+            go_on(stop)?;
+            let name = volume.name.as_str();
+            left.volume().map_err(|e| Error::from(e).of_volume(name))?;
+            let used = Use { mounted: mounted.contains(name), device: devices.contains(name) };
+            let spec = Spec { volume, claimed: sources.prepared.claims.get(name) };
+            let (plugin_name, plugin) = self.plugins.of(&spec);
+            if !plugin.is_due(&spec, used, sources.prepared.attachments.get(name)) {
+                continue;
+            }
+            let path = self.path(name);
+            let target = Target { nested: nested.get(name), ..self.target(&path, sources) };
+            let made = self.plugins.operations().time(Operation::Mount, &[plugin_name], || {
+                match plugin.set_up(&spec, &target, &mut left)? {
+                    Some(place) => self.link(name, &place),
+                    None => Ok(()),
+                }
+            });
+            match made.map_err(|e| e.of_volume(name)) {
+                Err(error) if used.is_any() => return Err(error),
+                Err(error) => debug!("a volume that no container uses is not made: {error}"),
+                Ok(()) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Links from a volume's own path to its place.
+    pub(crate) fn link(&self, name: &str, place: &Path) -> Result<(), Error> {
+        let path = self.path(name);
+        if std::fs::read_link(&path).is_ok_and(|known| known == place) {
+            return Ok(());
+        }
+        make_folder(&self.folder.join(VOLUMES), PRIVATE)?;
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("replace", &path)(e)),
+            _ => {}
+        }
+        std::os::unix::fs::symlink(place, &path).map_err(Error::io("make the link", &path))
+    }
+
+    /// The volumes that are set up outside their own path and may be measured, with their places.
+    pub(crate) fn places(&self) -> Vec<(String, PathBuf)> {
+        let linked =
+            self.volumes.iter().filter(|volume| self.plugin(volume).location(volume) == Location::Linked);
+        let place = |volume: &core::Volume| {
+            Some((volume.name.clone(), std::fs::read_link(self.path(&volume.name)).ok()?))
+        };
+        let is_measured = |(_, place): &(String, PathBuf)| {
+            self.plugins.all().all(|plugin| plugin.is_measured(&self.folder, place))
+        };
+        linked.filter_map(place).filter(is_measured).collect()
+    }
+
+    /// The place of a linked volume. A place that was mounted must still be: a container must not write
+    /// beside it.
+    pub(crate) fn place(&self, name: &str) -> Result<PathBuf, Error> {
+        let path = self.path(name);
+        let place = std::fs::read_link(&path).map_err(Error::io("find", &path))?;
+        let is_ours = self.plugins.all().any(|plugin| plugin.must_be_mounted(&self.folder, &place));
+        if is_ours && !mounts::is_mount_point(&place)? {
+            return Err(Error::unmet(format!("{} is mounted no longer", place.display())));
+        }
+        Ok(place)
+    }
+
+    /// The kubelet's name of the plugin of a volume that is set up.
+    fn plugin_name_of(&self, volume: &core::Volume) -> &'static str {
+        let (name, plugin) = self.plugins.of(&Spec::of(volume));
+        if plugin.location(volume) != Location::Linked {
+            return name;
+        }
+        let place = std::fs::read_link(self.path(&volume.name)).unwrap_or_default();
+        self.plugins.name_of_place(&self.folder, &place)
+    }
+
+    /// Brings volumes that show objects up to date, those that are there. Returns the number of volumes that
+    /// changed.
+    ///
+    /// # Errors
+    /// A volume that a container mounts cannot be brought up to date.
+    pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
+        let (mut changed, mut left) = (0, Allowance::default());
+        let (mounts, _) = claims::used(sources.pod);
+        for volume in &self.volumes {
+            let path = self.path(&volume.name);
+            let target = self.target(&path, sources);
+            let refreshed = self.plugin(volume).refresh(&Spec::of(volume), &target, &mut left);
+            match refreshed.map_err(|e| e.of_volume(&volume.name)) {
+                Err(_) if !mounts.contains(volume.name.as_str()) => {} // no container reads it
+                refreshed => changed += usize::from(refreshed?),
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Returns true if any volume shows objects or facts about its pod.
+    #[must_use]
+    pub fn have_content(&self) -> bool {
+        self.volumes.iter().any(|volume| self.plugin(volume).has_content())
+    }
+
+    /// Returns true if any volume can be made again by [`Self::restore`].
+    #[must_use]
+    pub fn are_restorable(&self) -> bool {
+        self.volumes.iter().any(|volume| self.plugin(volume).is_restorable())
+    }
+
+    /// Makes lost parts of the volumes that containers mount again, as far as the agent knows their content
+    /// (`reconcile` of the kubelet's volume manager). Must never be called for a pod whose volumes are not
+    /// set up yet, or are being taken away.
+    ///
+    /// # Errors
+    /// A lost volume cannot be made.
+    pub fn restore(&self, sources: &Sources<'_>) -> Result<Vec<Restored>, Error> {
+        let (mounted, _) = claims::used(sources.pod);
+        let (mut left, nested) = (Allowance::default(), mount_points::nested(sources.pod));
+        let mut restored = Vec::new();
+        for volume in self.volumes.iter().filter(|volume| mounted.contains(volume.name.as_str())) {
+            let in_volume = |error: Error| error.of_volume(&volume.name);
+            let (path, spec, plugin) = (self.path(&volume.name), Spec::of(volume), self.plugin(volume));
+            if let Some(loss) = plugin.loss(&spec, &path).map_err(in_volume)? {
+                let nested = nested.get(volume.name.as_str());
+                let target = Target { nested, ..self.target(&path, sources) };
+                plugin.set_up(&spec, &target, &mut left).map_err(in_volume)?;
+                restored.push(Restored { volume: volume.name.clone(), loss });
+            }
+        }
+        Ok(restored)
+    }
+
+    /// The volumes that are images.
+    pub fn images(&self) -> impl Iterator<Item = (&str, &core::ImageVolumeSource)> {
+        self.volumes.iter().filter_map(|volume| Some((volume.name.as_str(), volume.image.as_ref()?)))
+    }
+
+    /// Reads a file of at most one megabyte from an emptyDir volume, without leaving the volume whatever
+    /// containers have made in it.
+    ///
+    /// # Errors
+    /// The pod has no emptyDir volume of this name, or the file cannot be read.
+    pub fn read(&self, volume: &str, path: &Path) -> Result<Vec<u8>, Error> {
+        let is_own = |v: &&core::Volume| v.name == volume && v.empty_dir.is_some();
+        if !self.volumes.iter().any(|v| is_own(&v)) {
+            return Err(Error::unmet(format!("the pod has no emptyDir volume {volume}")));
+        }
+        sub_path::read(&self.path(volume), path, READ_MOST)
+    }
+
+    /// Unmounts and removes the volumes. The containers' termination messages and the rest of the folder
+    /// stay.
+    ///
+    /// # Errors
+    /// A mount is in use, or a driver cannot unmount a volume.
+    pub fn release(&self) -> Result<(), Error> {
+        self.unmount(|| {
+            remove_folder(&self.folder.join(SUB_PATHS))?;
+            Ok(remove_folder(&self.folder.join(VOLUMES))?)
+        })
+    }
+
+    /// Unmounts the volumes and removes the pod's folder. Symbolic links in it are removed, not followed.
+    ///
+    /// # Errors
+    /// As [`Self::release`].
+    pub fn tear_down(&self) -> Result<(), Error> {
+        self.unmount(|| Ok(remove_folder(&self.folder)?))
+    }
+
+    /// Unmounts all mounts in the folder, then calls `remove`. Counts the volumes that were set up.
+    fn unmount(&self, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let is_made = |volume: &&core::Volume| self.path(&volume.name).symlink_metadata().is_ok();
+        let made: Vec<&str> =
+            self.volumes.iter().filter(is_made).map(|volume| self.plugin_name_of(volume)).collect();
+        self.plugins.operations().time(Operation::Unmount, &made, || {
+            self.plugins.unmount_all(&self.folder)?;
+            remove()
+        })
+    }
+}
+
+/// Stops work that its caller no longer waits for.
+pub(crate) fn go_on(stop: Stop<'_>) -> Result<(), Error> {
+    if stop() { Err(Error::Stopped) } else { Ok(()) }
+}
