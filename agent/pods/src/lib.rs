@@ -5,9 +5,8 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+pub mod deps;
 pub mod error;
-mod in_table;
-pub mod launch;
 pub mod manager;
 pub mod metrics;
 pub mod orphans;
@@ -15,14 +14,23 @@ pub mod qos_tree;
 pub mod records;
 pub mod user_namespaces;
 
+mod call_queue;
+mod container;
+mod container_images;
 mod env_files;
 mod hosts;
-mod launches;
 mod plan;
+mod pod_table_metrics;
+mod pod_users;
+mod resource_claims;
+mod runtime_abilities;
 mod runtime_view;
+mod sandbox;
 mod sandbox_files;
-mod starts;
+mod services;
+mod start_counters;
+mod startup_latency;
 mod status;
+mod teardown;
 mod termination;
-pub mod turns;
 mod worker;

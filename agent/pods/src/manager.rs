@@ -29,10 +29,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::{
-    launch::Launcher,
-    metrics::{Counted, Lifecycle, Metrics},
+    deps::Deps,
+    metrics::{Counted, Lifecycle},
     records::{PodRecord, Records},
     runtime_view::{Foreknown, Observation},
+    services::Services,
     status::Waiting,
     worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
@@ -79,8 +80,8 @@ const PER_TURN: usize = 64;
 /// What the manager needs from the rest of the node.
 #[derive(Debug)]
 pub struct Parts {
-    /// Brings pods to life.
-    pub launcher: Arc<Launcher>,
+    /// Parts of the node that pods run with.
+    pub deps: Deps,
     /// The runtime's name, as container identifiers in a status carry it.
     pub runtime_name: String,
     /// What should be here.
@@ -95,8 +96,6 @@ pub struct Parts {
     pub records: Records,
     /// The pods that may hold devices.
     pub active: watch::Sender<Active>,
-    /// Counters and gauges.
-    pub metrics: Metrics,
     /// The pods go when the agent ends.
     pub stop_pods_on_exit: bool,
     /// Set when the table has all that runs.
@@ -185,6 +184,8 @@ impl Managed {
 #[derive(Debug)]
 pub struct Manager {
     parts: Parts,
+    /// Services of the workers.
+    services: Arc<Services>,
     /// By UID.
     pods: BTreeMap<String, Managed>,
     /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
@@ -234,10 +235,11 @@ impl Manager {
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        let devices = DeviceNews::of(&parts.launcher);
-        let room = parts.launcher.admission.changes();
+        let devices = DeviceNews::of(&parts.deps.devices);
+        let room = parts.deps.admission.changes();
         let table = Arc::clone(&parts.table.borrow());
         Self {
+            services: Arc::new(Services::new(&parts.deps)),
             parts,
             pods,
             runtime: None,
@@ -282,7 +284,7 @@ impl Manager {
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
                     pods = self.devices.changed() => self.on_devices(pods),
-                    // The launcher keeps admission, and so the sender.
+                    // The manager keeps admission, and so the sender.
                     _ = self.room.changed() => self.due.resizes = true,
                     () = until(deadline), if !stopping => self.fail_overdue(),
                 }
@@ -363,7 +365,7 @@ impl Manager {
                 info!(pod = %orphan.name, uid, "the termination of a pod goes on that an earlier agent began");
             } else {
                 info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
-                self.parts.metrics.orphaned();
+                self.parts.deps.reports.metrics.orphaned();
             }
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
@@ -400,7 +402,7 @@ impl Manager {
             }
             info!(pod = %name, uid, "pod is managed from now on");
             if self.gone.contains_key(&uid) {
-                self.parts.metrics.restarted(!Origin::of(&pod).is_api());
+                self.parts.deps.reports.metrics.restarted(!Origin::of(&pod).is_api());
             }
             self.spawn(pod, false);
             names.insert(name);
@@ -480,7 +482,7 @@ impl Manager {
         let record = self.parts.records.get(uid);
         if record.as_ref().is_none_or(|record| record.failure.is_none() && record.leaving.is_none()) {
             let accepted = record.and_then(|record| record.accepted);
-            self.parts.launcher.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
+            self.parts.deps.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
         }
     }
 
@@ -489,7 +491,12 @@ impl Manager {
             Arc::make_mut(&mut self.table).rejected = Arc::new(desired.rejected.clone());
             self.due.table = true;
         }
-        self.parts.metrics.rejected_manifests.set(i64::try_from(desired.rejected.len()).unwrap_or(i64::MAX));
+        self.parts
+            .deps
+            .reports
+            .metrics
+            .rejected_manifests
+            .set(i64::try_from(desired.rejected.len()).unwrap_or(i64::MAX));
     }
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
@@ -523,8 +530,8 @@ impl Manager {
         let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
         let network = resuming::network_of(&kept, &pod);
         let known = Foreknown { listed, processes: kept.processes.clone(), network };
-        let launcher = Arc::clone(&self.parts.launcher);
-        let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone(), known);
+        let (services, reports) = (Arc::clone(&self.services), self.reports_out.clone());
+        let worker = Worker::supervised(services, Arc::clone(&pod), signal, reports, known);
         let managed = Managed {
             name: PodName::of(&pod),
             pod,
@@ -548,7 +555,7 @@ impl Manager {
         let is_known = managed.kept.status.is_some();
         let may_run = self.runtime.as_ref().is_some_and(|runtime| runtime.contains_key(&uid));
         if !is_known && !may_run && !terminate {
-            self.parts.metrics.starts.begin(&managed.name, &uid);
+            self.parts.deps.reports.metrics.startup.begin(&managed.name, &uid);
         }
         self.pods.insert(uid.clone(), managed);
         self.ask_for_amounts(&uid, &wanted);
@@ -568,7 +575,7 @@ impl Manager {
         deletion: Option<&assigned::Deletion>,
         terminate: bool,
     ) {
-        let admission = &self.parts.launcher.admission;
+        let admission = &self.parts.deps.admission;
         if let Some(deletion) = deletion {
             admission.leaving(uid, deletion.grace);
         }
@@ -606,9 +613,9 @@ impl Manager {
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
-            self.parts.metrics.starts.forget(&report.uid);
+            self.parts.deps.reports.metrics.startup.forget(&report.uid);
             if let Some(ended) = Ended::of(None, report.stage == Stage::Gone) {
-                self.parts.launcher.admission.released(&report.uid, ended);
+                self.parts.deps.admission.released(&report.uid, ended);
             }
             if let Some(runtime) = &mut self.runtime {
                 Arc::make_mut(runtime).remove(&report.uid);
@@ -652,7 +659,7 @@ impl Manager {
             c.listed = None;
             false // the worker that reports has seen it all
         });
-        managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
+        managed.record_unseen_oom(&report.seen, &self.parts.deps.reports.events);
         managed.kept.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
         managed.kept.processes.clone_from(&report.seen.processes);
         let before = managed.seen.replace(report.seen);
@@ -770,14 +777,14 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let mut status = managed.status_now(&self.parts);
         if managed.seen.is_some() {
-            self.parts.launcher.devices.annotate(uid, &mut status);
-            self.parts.launcher.dra.annotate(&managed.pod, &mut status);
+            self.parts.deps.devices.plugins.annotate(uid, &mut status);
+            self.parts.deps.devices.claims.annotate(&managed.pod, &mut status);
             remember(&managed.control, &status);
         }
         managed.note_claims(&mut status);
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
-        self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());
+        self.parts.deps.reports.metrics.startup.record(uid, &managed.pod, &status, Timestamp::now());
         managed.kept.status = Some(Arc::new(status.clone()));
         managed.note_start();
         if managed.is_over() && managed.kept.failure.is_none() {
@@ -785,7 +792,7 @@ impl Manager {
             managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
         }
         if let Some(ended) = managed.gone() {
-            self.parts.launcher.admission.released(uid, ended);
+            self.parts.deps.admission.released(uid, ended);
         }
         managed.keep_pod();
         let entry = PodEntry {
@@ -813,8 +820,8 @@ impl Manager {
         }
         if std::mem::take(&mut self.due.table) {
             self.parts.table.send_replace(Arc::clone(&self.table));
-            self.parts.metrics.show(&self.table);
-            self.parts.metrics.count(self.totals.working());
+            self.parts.deps.reports.metrics.show(&self.table);
+            self.parts.deps.reports.metrics.count(self.totals.working());
         }
         debug_assert_eq!(self.totals, self.whole(), "a change of a pod was not noted");
     }

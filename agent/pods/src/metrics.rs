@@ -8,7 +8,9 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::{in_table::InTable, launches::Launches, starts::Starts};
+use crate::{
+    pod_table_metrics::PodTableMetrics, start_counters::StartCounters, startup_latency::StartupLatency,
+};
 use beelet_model::table::PodTable;
 
 /// Bounds of a step's duration, in seconds: Prometheus' own.
@@ -103,10 +105,10 @@ pub struct Metrics {
     pub(crate) user_namespaced: (Counter, Counter),
     /// Hooks that were to ask by HTTPS and asked by HTTP.
     pub downgraded_hooks: Counter,
-    pub(crate) starts: Starts,
-    pub(crate) launches: Launches,
+    pub(crate) startup: StartupLatency,
+    pub(crate) started: StartCounters,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
-    in_table: InTable,
+    pod_table: PodTableMetrics,
 }
 
 impl Default for Metrics {
@@ -121,10 +123,10 @@ impl Default for Metrics {
             state_write_errors: Counter::default(),
             user_namespaced: Default::default(),
             downgraded_hooks: Counter::default(),
-            starts: Starts::default(),
-            launches: Launches::default(),
+            startup: StartupLatency::default(),
+            started: StartCounters::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
-            in_table: InTable::default(),
+            pod_table: PodTableMetrics::default(),
         }
     }
 }
@@ -187,9 +189,9 @@ impl Metrics {
             "Hooks that were to ask by HTTPS and asked by HTTP, because that answered",
             self.downgraded_hooks.clone(),
         );
-        self.starts.register(registry);
-        self.launches.register(registry);
-        registry.register_collector(Box::new(self.in_table.clone()));
+        self.startup.register(registry);
+        self.started.register(registry);
+        registry.register_collector(Box::new(self.pod_table.clone()));
     }
 
     /// A step of a pod's worker took so long.
@@ -237,7 +239,7 @@ impl Metrics {
 
     /// What is told of the table from now on, whenever somebody asks.
     pub(crate) fn show(&self, table: &Arc<PodTable>) {
-        self.in_table.show(table);
+        self.pod_table.show(table);
     }
 }
 

@@ -19,7 +19,7 @@ use beelet_proto::cri;
 use beelet_units::field::FieldError;
 use k8s_openapi::api::core::v1 as core;
 
-use crate::error::Error;
+use crate::{deps::NodeDeps, error::Error};
 use beelet_admission::AdmissionRejection;
 use beelet_model::{
     failure::{REJECTED, Refusal},
@@ -28,7 +28,7 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_spec::{app_armor, cri_config, sysctls};
-use beelet_volumes::PodVolumes;
+use beelet_volumes::{PodVolumes, VolumeManager};
 
 /// What of the node goes into every pod's plan.
 pub(crate) struct Site<'a> {
@@ -44,7 +44,28 @@ pub(crate) struct Site<'a> {
     pub volumes: &'a dyn Fn(&core::Pod) -> PodVolumes,
 }
 
-/// A pod, and what follows from its spec on this node.
+/// Plans pods on this node.
+#[derive(Debug)]
+pub(crate) struct Planner {
+    pub(crate) node: NodeDeps,
+    pub(crate) volumes: VolumeManager,
+}
+
+impl Planner {
+    /// Plans a pod: all that follows from its spec on this node.
+    pub(crate) fn plan(&self, pod: Arc<core::Pod>) -> Arc<PodPlan> {
+        let site = Site {
+            node: &self.node.facts,
+            cgroup_config: &self.node.cgroup_config,
+            cgroup_parent: &|path| self.node.cgroups.cri_parent(path),
+            pods_dir: &self.node.pods_dir,
+            volumes: &|pod| self.volumes.of_pod(pod),
+        };
+        Arc::new(PodPlan::new(pod, &site))
+    }
+}
+
+/// A pod, and all that follows from its spec on this node.
 #[derive(Debug)]
 pub(crate) struct PodPlan {
     /// The pod as it is wanted.

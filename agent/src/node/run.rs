@@ -37,7 +37,7 @@ use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_model::{desired::Desired, pod::NodeFacts, processes::Shared as Processes};
 use beelet_pods::{
-    launch::Launcher,
+    deps as pods,
     manager::{self, Manager},
     records::{Records, WrittenRecords},
     user_namespaces::UserNamespaces,
@@ -197,9 +197,8 @@ async fn run_parts(
     // The writer ends after the manager.
     let writer = records.writer(Arc::clone(&services.state), services.metrics.pods.clone());
     tasks.spawn_optional("records", writer);
-    let launcher = launcher(&node, desired.clone(), records.written(), &devices, &protection)?;
-    let launcher = Arc::new(launcher);
-    let volumes = launcher.volumes.clone();
+    let deps = pod_deps(&node, desired.clone(), records.written(), &devices, &protection)?;
+    let volumes = deps.volumes.clone();
     let exits = exits::follow(&node, &mut tasks, &requests, processes);
     let handles = Handles {
         services: services.clone(),
@@ -217,7 +216,7 @@ async fn run_parts(
     fill_cells(&node.late, &handles);
     let orphans = upkeep::orphan_sweep(&node, &records, &handles, volumes.clone());
     let manager = Manager::new(manager::Parts {
-        launcher: Arc::clone(&launcher),
+        deps,
         runtime_name: node.version.runtime_name.clone(),
         desired: handles.desired.clone(),
         requests: requested,
@@ -225,7 +224,6 @@ async fn run_parts(
         processes: processes_out,
         records,
         active: active_out,
-        metrics: services.metrics.pods.clone(),
         stop_pods_on_exit: services.config.beelet.stop_pods_on_exit,
         complete: Arc::clone(&services.complete),
     });
@@ -341,38 +339,40 @@ fn volumes(node: &Node, facts: NodeFacts, desired: watch::Receiver<Arc<Desired>>
     })
 }
 
-/// Builds the launcher of sandboxes and containers.
-fn launcher(
+/// Parts of the node that pods run with.
+fn pod_deps(
     node: &Node,
     desired: watch::Receiver<Arc<Desired>>,
     written: WrittenRecords,
     devices: &Devices,
     protection: &NodeProtection,
-) -> Result<Launcher> {
-    let Services { config, table, .. } = &node.services;
+) -> Result<pods::Deps> {
+    let Services { config, table, runtime, health, storage, dra, events, metrics, .. } = &node.services;
     let facts = facts::node_facts(config, &node.machine, &node.cgroup_config.node)?;
-    Ok(Launcher {
-        runtime: node.services.runtime.clone(),
-        puller: Arc::clone(&node.puller),
-        table: table.clone(),
-        cgroups: Arc::clone(&node.cgroups),
-        cgroup_config: node.cgroup_config.clone(),
-        pods_dir: config.beelet.pods_dir.clone(),
-        max_restart_delay: config.max_container_restart_period,
-        events: node.services.events.clone(),
-        devices: devices.clone(),
-        cdi_by_annotation: cdi_by_annotation(&node.version.runtime_name, &node.version.runtime_version),
-        storage: node.services.storage.clone(),
+    let pods_dir = config.beelet.pods_dir.clone();
+    Ok(pods::Deps {
         volumes: volumes(node, facts.clone(), desired.clone()),
-        desired,
-        node: facts,
-        mounts: node.services.health.mounts(),
-        dra: node.services.dra.clone(),
-        users: Arc::new(UserNamespaces::new(node.user_ids, config.beelet.pods_dir.clone())),
+        runtime: pods::RuntimeDeps {
+            cri: runtime.clone(),
+            mounts: health.mounts(),
+            users: Arc::new(UserNamespaces::new(node.user_ids, pods_dir.clone())),
+            max_restart_delay: config.max_container_restart_period,
+        },
+        node: pods::NodeDeps {
+            facts,
+            cgroups: Arc::clone(&node.cgroups),
+            cgroup_config: node.cgroup_config.clone(),
+            pods_dir,
+        },
+        images: pods::ImageDeps { puller: Arc::clone(&node.puller), leases: protection.leases.clone() },
+        devices: pods::DeviceDeps {
+            plugins: devices.clone(),
+            claims: dra.clone(),
+            storage: storage.clone(),
+            cdi_by_annotation: cdi_by_annotation(&node.version.runtime_name, &node.version.runtime_version),
+        },
         admission: Arc::clone(&protection.admission),
-        leases: protection.leases.clone(),
-        written,
-        turns: beelet_pods::turns::Turns::default(),
-        metrics: node.services.metrics.pods.clone(),
+        pods: pods::PodDeps { desired, table: table.clone(), written },
+        reports: pods::Reports { events: events.clone(), metrics: metrics.pods.clone() },
     })
 }

@@ -73,7 +73,7 @@ const PHASES: &[&str] = &[
     "agent/pods/src/manager.rs",
     "agent/pods/src/manager/",
     "agent/pods/src/records.rs",
-    "agent/pods/src/starts.rs",
+    "agent/pods/src/startup_latency.rs",
 ];
 
 /// The folder of the rules, which contain the names that they forbid.

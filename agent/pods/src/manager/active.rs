@@ -7,7 +7,7 @@ use beelet_dra::Dra;
 use tokio::sync::watch;
 
 use super::Manager;
-use crate::launch::Launcher;
+use crate::deps::DeviceDeps;
 
 /// What is told of devices.
 #[derive(Debug)]
@@ -21,8 +21,8 @@ pub(super) struct DeviceNews {
 }
 
 impl DeviceNews {
-    pub(super) fn of(launcher: &Launcher) -> Self {
-        Self { node: launcher.devices.node(), health: 0, claimed: launcher.dra.clone() }
+    pub(super) fn of(devices: &DeviceDeps) -> Self {
+        Self { node: devices.plugins.node(), health: 0, claimed: devices.claims.clone() }
     }
 
     /// Waits until devices have become healthy or unhealthy; the pods that have them by claims, or none where
@@ -65,7 +65,7 @@ impl Manager {
 
     /// Devices have become healthy or unhealthy: the statuses of those who hold them say so.
     pub(super) fn on_devices(&mut self, pods: Option<BTreeSet<String>>) {
-        let holders = || self.parts.launcher.devices.holders().into_iter().collect();
+        let holders = || self.parts.deps.devices.plugins.holders().into_iter().collect();
         for uid in pods.unwrap_or_else(holders) {
             self.publish(&uid);
         }

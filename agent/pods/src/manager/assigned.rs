@@ -55,7 +55,7 @@ impl Manager {
             Some(deletion) => {
                 if known != managed.deletion {
                     info!(pod = %managed.name, uid, grace_seconds = deletion.grace.as_secs(), "pod is deleted");
-                    self.parts.launcher.admission.leaving(uid, deletion.grace);
+                    self.parts.deps.admission.leaving(uid, deletion.grace);
                 }
             }
             None => managed.update(wanted),

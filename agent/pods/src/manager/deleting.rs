@@ -81,7 +81,7 @@ impl Manager {
         }
         let grace = asked.unwrap_or_else(|| beelet_model::pod::grace_period(&managed.pod));
         managed.mark_deleted(grace);
-        self.parts.launcher.admission.leaving(uid, grace);
+        self.parts.deps.admission.leaving(uid, grace);
         self.publish(uid);
     }
 
@@ -101,7 +101,7 @@ impl Manager {
         managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: Some(grace) }));
         managed.kept.leaving.get_or_insert_default().grace = Some(grace);
         managed.mark_deleted(grace);
-        self.parts.launcher.admission.leaving(uid, grace);
+        self.parts.deps.admission.leaving(uid, grace);
     }
 
     /// Shows, in the place of each pod that was deleted by force, the pod of its name that waits for it.
@@ -116,7 +116,7 @@ impl Manager {
             if let Some(pod) = wanted {
                 let message =
                     "the pod waits: the pod of this name that was deleted by force has not ended yet";
-                self.parts.launcher.events.warning(Object::pod(pod), WAITS, message.to_owned());
+                self.parts.deps.reports.events.warning(Object::pod(pod), WAITS, message.to_owned());
             }
             managed.successor = wanted.map(|pod| Successor::new(Arc::clone(pod), uid));
             changed.push(uid.clone());

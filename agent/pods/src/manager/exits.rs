@@ -51,7 +51,7 @@ impl Manager {
         let uid = update.uid.clone();
         let Some(managed) = self.pods.get_mut(&uid) else { return };
         let first = update.facts.first;
-        let told = managed.on_oom_killed(update, &self.parts.launcher.events);
+        let told = managed.on_oom_killed(update, &self.parts.deps.reports.events);
         if told || first {
             self.publish(&uid);
         }
@@ -59,7 +59,7 @@ impl Manager {
 
     /// Tells who runs as which process, if that changed.
     pub(super) fn publish_processes(&self) {
-        let config = &self.parts.launcher.cgroup_config;
+        let config = &self.parts.deps.node.cgroup_config;
         let known = self.parts.processes.borrow().clone();
         let mut now = Processes::new();
         for (uid, managed) in &self.pods {

@@ -40,7 +40,7 @@ impl Manager {
         } else {
             let PodFailure { reason, message, .. } = failure;
             warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
-            self.parts.launcher.events.warning(Object::pod(&managed.pod), reason, message.clone());
+            self.parts.deps.reports.events.warning(Object::pod(&managed.pod), reason, message.clone());
             managed.kept.failure = Some(failure.clone());
             failure.grace
         };
@@ -50,7 +50,7 @@ impl Manager {
             Some(deletion) => Some(grace.unwrap_or(own).min(deletion.grace)),
             None => grace,
         };
-        self.parts.launcher.admission.leaving(uid, grace.unwrap_or(own));
+        self.parts.deps.admission.leaving(uid, grace.unwrap_or(own));
         managed.control.send_if_modified(|c| c.fail(Terminate { grace }, own));
         self.publish(uid);
     }
@@ -100,7 +100,7 @@ impl Manager {
         let Some(seen) = managed.seen.clone() else { return };
         let asked = seen.pod.containers.iter().filter(|container| containers.contains(&container.id));
         managed.control.send_modify(|c| {
-            c.hurries += 1;
+            c.retry_requests += 1;
             for container in asked {
                 c.verdicts.hurried.insert(container.id.clone());
                 if matches!(container.state, ContainerState::Running { .. }) {
@@ -136,7 +136,7 @@ impl Manager {
         managed.kept.failure.iter_mut().for_each(|failure| failure.cleared = true);
         managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
         if let Some(ended) = managed.gone() {
-            self.parts.launcher.admission.released(uid, ended);
+            self.parts.deps.admission.released(uid, ended);
         }
         managed.waiting.clear();
         let retry = managed.retry;

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tracing::info;
 
 use super::{Managed, Manager};
-use crate::launch::Launcher;
+use crate::deps::Deps;
 use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn};
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
@@ -43,10 +43,10 @@ impl Managed {
 
     /// Asks whether the pod may have the amounts that are wanted of it; if so its worker is told. What is in
     /// force is known when the cgroups have it. Returns true if its status says something else now.
-    fn try_resize(&mut self, launcher: &Launcher) -> bool {
+    fn try_resize(&mut self, deps: &Deps) -> bool {
         let Some(Wanted { pod, since }) = self.wanted.take() else { return false };
-        let Launcher { admission, events, .. } = launcher;
-        let refused = if resize_changes_swap(&self.pod, &pod, &launcher.cgroup_config) {
+        let (admission, events) = (&deps.admission, &deps.reports.events);
+        let refused = if resize_changes_swap(&self.pod, &pod, &deps.node.cgroup_config) {
             Some(("Infeasible", "In-place resize of containers with swap is not supported.".to_owned()))
         } else {
             let refused = admission.resize(&pod, &self.pod).err();
@@ -87,8 +87,7 @@ impl Manager {
         let mut waiting: Vec<_> = waiting.collect();
         waiting.sort();
         for (_, uid) in waiting {
-            let changed =
-                self.pods.get_mut(&uid).is_some_and(|managed| managed.try_resize(&self.parts.launcher));
+            let changed = self.pods.get_mut(&uid).is_some_and(|managed| managed.try_resize(&self.parts.deps));
             if changed {
                 self.publish(&uid);
             }

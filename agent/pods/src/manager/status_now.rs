@@ -23,9 +23,14 @@ impl Managed {
             oom: &kept.oom,
             previous: kept.status.as_deref(),
             failure: kept.failure.as_ref(),
-            holds_claims: self.pod.metadata.uid.as_deref().is_some_and(|uid| parts.launcher.dra.has(uid)),
+            holds_claims: self
+                .pod
+                .metadata
+                .uid
+                .as_deref()
+                .is_some_and(|uid| parts.deps.devices.claims.has(uid)),
             resize: &self.resize,
-            node: &parts.launcher.node,
+            node: &parts.deps.node.facts,
             runtime_name: &parts.runtime_name,
             now: Timestamp::now(),
         };

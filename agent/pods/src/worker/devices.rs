@@ -4,105 +4,109 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use beelet_policy::pod::{self, Actions, ContainerState};
 use k8s_openapi::api::core::v1 as core;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 
-use super::{Step, Worker};
-use crate::{runtime_view::Observation, status::Waiting};
-use beelet_devices::{Circumstances, DeviceRefusal, NodeDevices};
+use crate::{plan::PodPlan, runtime_view::Observation, status::Waiting};
+use beelet_devices::{Circumstances, DeviceRefusal, Devices, NodeDevices};
 
-/// What a waiting container's status says.
+/// Reason of a waiting container's status.
 const WAITING: &str = "WaitingForDevices";
 
-/// How far a worker has come with its pod's devices.
-#[derive(Debug)]
-pub(super) struct Grant {
-    /// The attempt of the sandbox that the pod has its devices for.
-    sandbox: Option<u32>,
-    /// Why it must wait.
-    pub(super) waiting: Option<Waiting>,
-    pub(super) changes: watch::Receiver<Arc<NodeDevices>>,
+/// Result of asking for a pod's devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Granted {
+    /// The pod has its devices.
+    Yes,
+    /// The pod waits, at most until this time.
+    No(Option<Instant>),
 }
 
-impl Grant {
-    pub(super) fn new(changes: watch::Receiver<Arc<NodeDevices>>) -> Self {
-        Self { sandbox: None, waiting: None, changes }
+/// The devices of a worker's pod.
+#[derive(Debug)]
+pub(super) struct DeviceGrant {
+    devices: Devices,
+    /// Attempt of the sandbox that the pod has its devices for.
+    sandbox: Option<u32>,
+    /// Reason why the pod must wait.
+    waiting: Option<Waiting>,
+    changes: watch::Receiver<Arc<NodeDevices>>,
+}
+
+impl DeviceGrant {
+    pub(super) fn new(devices: Devices) -> Self {
+        Self { changes: devices.node(), devices, sandbox: None, waiting: None }
     }
 
-    /// The pod gives everything back.
+    /// Forgets the grant of a pod that gives everything back.
     pub(super) fn revoke(&mut self) {
         (self.sandbox, self.waiting) = (None, None);
     }
-}
 
-impl Worker {
-    /// Makes sure that the pod has its devices before anything of it is started. `Some` if it hasn't, and
-    /// must wait.
-    pub(super) async fn have_devices(&mut self, seen: &Observation, actions: &Actions) -> Option<Step> {
+    /// Waits for a change of the node's devices; for ever if the pod does not wait for devices.
+    pub(super) async fn changed(&mut self) {
+        if self.waiting.is_none() {
+            std::future::pending::<()>().await;
+        }
+        let _ = self.changes.changed().await;
+    }
+
+    /// Makes sure that the pod has its devices before anything of it is started.
+    pub(super) async fn have(&mut self, plan: &PodPlan, seen: &Observation, actions: &Actions) -> Granted {
         let current = current(seen);
         let wanted = actions.create_sandbox.or_else(|| {
             (!actions.start.is_empty()).then(|| current.map(|sandbox| sandbox.attempt)).flatten()
-        })?;
-        if self.devices.sandbox == Some(wanted) {
-            return None;
-        }
-        let ended = ended(&self.plan.pod, seen);
-        let devices = self.launcher.devices.clone();
-        // It runs since before this agent, and has what it needs, whatever its plugins say.
-        if actions.create_sandbox.is_none() && devices.has_all(&self.plan.pod, &ended) {
-            self.devices.sandbox = Some(wanted);
-            return None;
+        });
+        let Some(wanted) = wanted.filter(|wanted| self.sandbox != Some(*wanted)) else { return Granted::Yes };
+        let ended = ended(&plan.pod, seen);
+        // A pod that runs since before this agent has what it needs, whatever its plugins say.
+        if actions.create_sandbox.is_none() && self.devices.has_all(&plan.pod, &ended) {
+            self.sandbox = Some(wanted);
+            return Granted::Yes;
         }
         // In a sandbox that is still to be made nothing runs, whatever the old one's containers do.
         let kept = current.filter(|_| actions.create_sandbox.is_none());
         let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
         let restarting = !seen.pod.sandboxes.is_empty();
-        self.devices.changes.borrow_and_update();
-        match devices.admit(&self.plan.pod, Circumstances { running, ended, restarting }).await {
+        self.changes.borrow_and_update();
+        match self.devices.admit(&plan.pod, Circumstances { running, ended, restarting }).await {
             Ok(()) => {
-                self.devices.sandbox = Some(wanted);
-                self.devices.waiting = None;
-                None
+                (self.sandbox, self.waiting) = (Some(wanted), None);
+                Granted::Yes
             }
             Err(DeviceRefusal::Wait { message, until }) => {
-                self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
-                Some(Step::Idle(Some(until)))
+                self.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
+                Granted::No(Some(until))
             }
-            // It will be told to end.
+            // The manager ends the pod.
             Err(DeviceRefusal::Failed { message }) => {
-                self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
-                Some(Step::Idle(None))
+                self.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
+                Granted::No(None)
             }
         }
     }
 
-    /// Frees what ended init containers have that nobody after them needs.
-    pub(super) fn release_ended(&self, seen: &Observation) {
-        if self.plan.pod.spec.as_ref().is_some_and(pod::may_restart_all) {
+    /// Frees the devices of ended init containers that no container after them needs.
+    pub(super) fn release_ended(&self, plan: &PodPlan, seen: &Observation) {
+        if plan.pod.spec.as_ref().is_some_and(pod::may_restart_all) {
             // They may be run again, in the same sandbox.
             return;
         }
-        let devices = &self.launcher.devices;
-        for name in ended(&self.plan.pod, seen) {
-            if devices.holds(&self.plan.uid, &name) {
-                devices.release(&self.plan.uid, &name);
+        for name in ended(&plan.pod, seen) {
+            if self.devices.holds(&plan.uid, &name) {
+                self.devices.release(&plan.uid, &name);
             }
         }
     }
 
-    /// The containers that wait for devices: all that would be started if there were any.
-    pub(super) fn without_devices(&self, actions: &Actions) -> Vec<(String, Waiting)> {
-        let Some(waiting) = &self.devices.waiting else { return Vec::new() };
-        let spec = self.plan.pod.spec.as_ref();
+    /// Containers that wait for devices: all that would be started with devices.
+    pub(super) fn waiting(&self, plan: &PodPlan, actions: &Actions) -> Vec<(String, Waiting)> {
+        let Some(waiting) = &self.waiting else { return Vec::new() };
+        let spec = plan.pod.spec.as_ref();
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         let starts = |name: &str| {
             actions.create_sandbox.is_some() || actions.start.iter().any(|start| start.name == name)
         };
         all.filter(|c| starts(&c.name)).map(|c| (c.name.clone(), waiting.clone())).collect()
-    }
-
-    /// Returns true if a change of the node's devices must wake the worker.
-    pub(super) fn waits_for_devices(&self) -> bool {
-        self.devices.waiting.is_some()
     }
 }
 
@@ -117,8 +121,8 @@ fn running(seen: &Observation, sandbox: &pod::Sandbox) -> BTreeSet<String> {
     runs.map(|c| c.name.clone()).collect()
 }
 
-/// The init containers that have ended for good: well, in the sandbox that counts, and one that comes after
-/// has been started.
+/// Init containers that have ended for good: with exit code 0, in the sandbox that counts, and a container
+/// that comes after has been started.
 fn ended(pod: &core::Pod, seen: &Observation) -> BTreeSet<String> {
     let Some((spec, sandbox)) = pod.spec.as_ref().zip(current(seen)) else { return BTreeSet::new() };
     let started = |name: &str| {

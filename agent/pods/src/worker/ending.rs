@@ -1,77 +1,94 @@
-//! How soon a pod is to end, where several have asked for that.
+//! The end of a pod: its time window, and the return of its claims, its volumes, its cgroup and its logs.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use super::Control;
+use beelet_base::blocking::BlockingTasks;
+use beelet_policy::pod::{Actions, why::KILL_FAILED};
+use beelet_state::events::Object;
+use tracing::info;
 
-/// How a pod is terminated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Terminate {
-    /// Overrides the pod's own grace period.
-    pub grace: Option<Duration>,
+use super::stops::Window;
+use crate::{error::Error, plan::PodPlan, services::EndServices};
+
+/// The end of a worker's pod.
+pub(super) struct Ending {
+    services: Arc<EndServices>,
+    /// Time in which the pod must have ended, once it must.
+    window: Option<Window>,
+    /// The pod has ended, and has given back all but its containers and logs.
+    released: bool,
 }
 
-impl Control {
-    /// The time within which a pod with this grace period is to end, if it is. Of two ends the sooner one.
-    pub(super) fn end(&self, own: Duration) -> Option<Duration> {
-        self.terminate.iter().chain(&self.failed).map(|end| end.grace.unwrap_or(own)).min()
+impl Ending {
+    pub(super) fn new(services: &Arc<EndServices>) -> Self {
+        Self { services: Arc::clone(services), window: None, released: false }
     }
 
-    /// Ends a pod with this grace period. An end under way is only hastened, as by the kubelet
-    /// (`calculateEffectiveGracePeriod`, pkg/kubelet/pod_workers.go). Returns true if that is new.
-    pub(crate) fn fail(&mut self, end: Terminate, own: Duration) -> bool {
-        let by = |end: Terminate| end.grace.unwrap_or(own);
-        let is_new = self.failed.is_none_or(|known| by(end) < by(known));
-        if is_new {
-            self.failed = Some(end);
+    /// The window of an end with this grace period. A shorter grace period opens a window of its own.
+    pub(super) fn window(&mut self, grace: Duration) -> Window {
+        let known = self.window.filter(|window| window.grace == grace);
+        *self.window.insert(known.unwrap_or_else(|| Window::new(grace)))
+    }
+
+    /// Records the failure of a step that ends the pod, or stops a part of it (`killPod` of the kubelet).
+    pub(super) fn record_failure(&self, plan: &PodPlan, error: &Error, is_ending: bool) {
+        // Drivers that don't take claims back have an event of their own.
+        let has_event = matches!(error, Error::StillPrepared(_));
+        if !has_event && (is_ending || matches!(error, Error::Kill(_))) {
+            let message = format!("error killing pod: {error}");
+            self.services.reports.events.warning(Object::pod(&plan.pod), KILL_FAILED, message);
         }
-        is_new
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_end_under_way_is_only_hastened() {
-        let own = Duration::from_secs(30);
-        let check = |asked: &[(Option<u64>, bool)], expected: Option<u64>| {
-            let mut control = Control::default();
-            for (grace, is_new) in asked {
-                let end = Terminate { grace: grace.map(Duration::from_secs) };
-                assert_eq!(control.fail(end, own), *is_new, "{asked:?}");
-            }
-            assert_eq!(
-                control.failed.map(|end| end.grace),
-                Some(expected.map(Duration::from_secs)),
-                "{asked:?}"
-            );
-        };
-        check(&[(None, true)], None);
-        // A deletion after an eviction or a preemption with the pod's own grace period.
-        check(&[(None, true), (Some(300), false)], None);
-        check(&[(None, true), (Some(30), false), (Some(29), true)], Some(29));
-        check(&[(Some(300), true), (None, true)], None);
-        check(&[(Some(1), true), (None, false), (Some(20), false)], Some(1));
     }
 
-    #[test]
-    fn of_two_ends_the_sooner_one_counts() {
-        let own = Duration::from_secs(30);
-        let seconds = |grace: Option<u64>| Terminate { grace: grace.map(Duration::from_secs) };
-        let check = |terminate: Option<Option<u64>>, failed: Option<Option<u64>>, expected: Option<u64>| {
-            let control = Control {
-                terminate: terminate.map(seconds),
-                failed: failed.map(seconds),
-                ..Control::default()
-            };
-            assert_eq!(control.end(own), expected.map(Duration::from_secs), "{terminate:?} {failed:?}");
-        };
-        check(None, None, None);
-        check(Some(None), None, Some(30));
-        check(None, Some(Some(5)), Some(5));
-        check(Some(None), Some(Some(5)), Some(5));
-        check(Some(None), Some(Some(300)), Some(30));
+    /// Returns true if drivers have prepared claims for the pod.
+    pub(super) fn has_claims(&self, plan: &PodPlan) -> bool {
+        self.services.claims.has_any(plan)
+    }
+
+    /// Has drivers take back the pod's claims.
+    ///
+    /// # Errors
+    /// A driver is not there, or cannot.
+    pub(super) async fn unprepare(&self, plan: &PodPlan) -> Result<(), Error> {
+        self.services.claims.unprepare(plan).await
+    }
+
+    /// Takes away the volumes and the cgroup of a pod that has ended, once.
+    ///
+    /// # Errors
+    /// A volume or a cgroup is still in use.
+    pub(super) async fn release_ended(
+        &mut self,
+        plan: &Arc<PodPlan>,
+        actions: &Actions,
+        tasks: &BlockingTasks,
+    ) -> Result<(), Error> {
+        if actions.release && !self.released {
+            self.services.teardown.release_ended(plan, tasks).await?;
+            info!(pod = %plan.name, "pod has ended, and its volumes and its cgroup are given back");
+        }
+        self.released = actions.release;
+        Ok(())
+    }
+
+    /// Forgets the window of an end that is over.
+    pub(super) fn close(&mut self) {
+        self.window = None;
+    }
+
+    /// Takes away everything but the logs of a pod of which nothing is left in the runtime.
+    ///
+    /// # Errors
+    /// A volume or a cgroup is still in use.
+    pub(super) async fn release(&self, plan: &Arc<PodPlan>, tasks: &BlockingTasks) -> Result<(), Error> {
+        self.services.teardown.release(plan, tasks).await
+    }
+
+    /// Removes the pod's logs.
+    ///
+    /// # Errors
+    /// The folder cannot be removed.
+    pub(super) async fn remove_logs(&self, plan: &Arc<PodPlan>, tasks: &BlockingTasks) -> Result<(), Error> {
+        self.services.teardown.remove_logs(plan, tasks).await
     }
 }

@@ -1,4 +1,4 @@
-//! What is told of the pods in the table: counted when somebody asks, for the table changes more often.
+//! Metrics of the pod table, computed at scrape time because the table changes more often than it is scraped.
 
 use std::{
     collections::BTreeMap,
@@ -15,12 +15,12 @@ use prometheus_client::{
 use beelet_model::table::PodTable;
 use beelet_volumes::{has_volumes, plugin_name};
 
-/// The table that is told of; clones share it.
+/// The table that is counted. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct InTable(Arc<Mutex<Arc<PodTable>>>);
+pub(crate) struct PodTableMetrics(Arc<Mutex<Arc<PodTable>>>);
 
-impl InTable {
-    /// Tells of this table from now on.
+impl PodTableMetrics {
+    /// Counts this table from now on.
     pub(crate) fn show(&self, table: &Arc<PodTable>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(table);
     }
@@ -30,7 +30,7 @@ impl InTable {
     }
 }
 
-impl Collector for InTable {
+impl Collector for PodTableMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let table = self.table();
         let counts = Counts::of(&table);
@@ -122,10 +122,10 @@ mod tests {
         };
         let pods =
             [pod("a", "True", "Running"), pod("b", "False", "Pending"), pod("c", "False", "Succeeded")];
-        let in_table = InTable::default();
-        in_table.show(&Arc::new(PodTable { pods: pods.into_iter().collect(), ..PodTable::default() }));
+        let metrics = PodTableMetrics::default();
+        metrics.show(&Arc::new(PodTable { pods: pods.into_iter().collect(), ..PodTable::default() }));
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(in_table));
+        registry.register_collector(Box::new(metrics));
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         let plugin = "plugin_name=\"kubernetes.io/empty-dir\"";

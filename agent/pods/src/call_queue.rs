@@ -1,7 +1,7 @@
-//! The order in which workers ask the runtime to make sandboxes and containers: no more at once than
-//! [`StartLimit`] says, the most urgent first, and of those the pod that has come furthest: of a hundred that
-//! are applied at once the first then runs long before the last has a sandbox. What is stopped, pulled or
-//! probed waits for nobody, however many pods start; what is looked at only for others that are.
+//! The queue of calls that make sandboxes and containers: at most [`StartLimit`] calls at the same time, the
+//! most urgent first, and of those the pod that has come furthest. Of a hundred pods that are applied at once
+//! the first then runs long before the last has a sandbox. Stops, pulls and probes never wait, however many
+//! pods start; looks wait only for other looks.
 
 use std::{
     cmp::Reverse,
@@ -17,13 +17,13 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// A call that takes longer hangs: its turn is another's, and what it took says nothing.
+/// A call that takes longer hangs: it gives its permit to another, and its duration does not count.
 const HANGS: Duration = Duration::from_secs(10);
-/// Pods that are looked at at the same time. An agent that starts on a node of thousands has a question
-/// about each: all of them at once take longer than a call may, and end the connection that they share.
+/// Looks at the same time. An agent that starts on a node of thousands of pods looks at each: all looks at
+/// once take longer than a call may, and end the connection that they share.
 const LOOKS: usize = 128;
 
-/// How urgent a call is: by the pod's priority, then those first that ran before.
+/// Urgency of a call: the pod's priority, then pods first that ran before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Urgency {
     priority: Reverse<i32>,
@@ -31,20 +31,20 @@ pub(crate) struct Urgency {
 }
 
 impl Urgency {
-    /// Of a pod of that priority. `again`: something of it ran before, and is missed now.
+    /// The urgency for a pod of that priority. `again`: a part of the pod ran before, and is missed now.
     pub(crate) fn new(priority: i32, again: bool) -> Self {
         Self { priority: Reverse(priority), is_new: !again }
     }
 }
 
-/// Gives turns. Clones share them.
+/// Queues calls. Clones share the queue.
 #[derive(Clone, Debug)]
-pub struct Turns {
+pub(crate) struct CallQueue {
     inner: Arc<Mutex<Inner>>,
     looks: Arc<Semaphore>,
 }
 
-impl Default for Turns {
+impl Default for CallQueue {
     fn default() -> Self {
         Self { inner: Arc::default(), looks: Arc::new(Semaphore::new(LOOKS)) }
     }
@@ -54,63 +54,63 @@ impl Default for Turns {
 struct Inner {
     limit: StartLimit,
     under_way: usize,
-    /// Those that wait, the most urgent first, then the last call of a pod, then in the order that they came.
-    waiting: BTreeMap<(Urgency, Reverse<Call>, u64), oneshot::Sender<Turn>>,
+    /// Calls that wait: the most urgent first, then the last call of a pod, then in the order of arrival.
+    waiting: BTreeMap<(Urgency, Reverse<Call>, u64), oneshot::Sender<Permit>>,
     came: u64,
 }
 
-/// Leave to make one call; given back when it is dropped.
+/// Permit for one call, returned when it is dropped.
 #[derive(Debug)]
-struct Turn {
-    turns: Turns,
-    /// Of how many calls it was one when it began.
+struct Permit {
+    queue: CallQueue,
+    /// Number of calls under way when the call began, with itself.
     under_way: usize,
 }
 
-impl Turns {
-    /// Makes a call when its turn has come. A call to the runtime is large: boxed, it doesn't grow the stacks
-    /// of those that wait for it.
-    pub(crate) async fn make<T, E>(
+impl CallQueue {
+    /// Makes a call once it has a permit. The future of a call is large: boxed, it doesn't grow the futures
+    /// that wait for it.
+    pub(crate) async fn call<T, E>(
         &self,
         urgency: Urgency,
         call: Call,
         work: Pin<Box<impl Future<Output = Result<T, E>>>>,
     ) -> Result<T, E> {
-        let turn = self.turn(urgency, call).await;
+        let permit = self.permit(urgency, call).await;
         let began = Instant::now();
-        let (made, turn) = holding(turn, work).await;
-        if let Some(turn) = turn {
-            self.with(|inner| inner.limit.learn(call, began.elapsed(), turn.under_way, made.is_err()));
+        let (made, permit) = holding(permit, work).await;
+        if let Some(permit) = permit {
+            self.with(|inner| inner.limit.learn(call, began.elapsed(), permit.under_way, made.is_err()));
         }
         made
     }
 
-    /// Looks at a pod when no more than [`LOOKS`] others are looked at.
-    pub(crate) async fn look<T>(&self, look: impl Future<Output = T>) -> T {
-        // Nobody closes it.
-        let turn = self.looks.acquire().await;
-        holding(turn, look).await.0
+    /// Looks at a pod while fewer than [`LOOKS`] other looks are under way.
+    pub(crate) async fn observe<T>(&self, look: impl Future<Output = T>) -> T {
+        // The semaphore is never closed.
+        let permit = self.looks.acquire().await;
+        holding(permit, look).await.0
     }
 
-    async fn turn(&self, urgency: Urgency, call: Call) -> Turn {
+    async fn permit(&self, urgency: Urgency, call: Call) -> Permit {
         let (sender, receiver) = oneshot::channel();
         self.with(|inner| {
             inner.came += 1;
             inner.waiting.insert((urgency, Reverse(call), inner.came), sender);
         });
         self.admit();
-        // A sender is dropped only with a turn sent, or with all of this.
+        // A sender is dropped only with a permit sent, or with the whole queue.
         match receiver.await {
-            Ok(turn) => turn,
+            Ok(permit) => permit,
             Err(_) => std::future::pending().await,
         }
     }
 
-    /// Gives turns to as many as may have one now.
+    /// Gives permits to as many calls as may have one now.
     fn admit(&self) {
         while let Some((sender, under_way)) = self.with(Inner::next) {
-            // Whoever waited may have given up just now: then the turn comes back at once.
-            drop(sender.send(Turn { turns: self.clone(), under_way }));
+            // A caller may have given up just now: then the permit comes back at once.
+            drop(sender.send(Permit { queue: self.clone(), under_way }));
         }
     }
 
@@ -119,21 +119,21 @@ impl Turns {
     }
 }
 
-/// Does work with a turn, which is another's once the work hangs: then it does not come back.
-async fn holding<G, T>(turn: G, work: impl Future<Output = T>) -> (T, Option<G>) {
+/// Does work with a permit. Returns the permit, unless the work hung and the permit went to another call.
+async fn holding<G, T>(permit: G, work: impl Future<Output = T>) -> (T, Option<G>) {
     let mut work = std::pin::pin!(work);
     tokio::select! {
-        done = &mut work => (done, Some(turn)),
+        done = &mut work => (done, Some(permit)),
         () = sleep(HANGS) => {
-            drop(turn);
+            drop(permit);
             (work.await, None)
         }
     }
 }
 
 impl Inner {
-    /// The next that may go, and of how many it is one then.
-    fn next(&mut self) -> Option<(oneshot::Sender<Turn>, usize)> {
+    /// The next call that may begin, and the number of calls under way then.
+    fn next(&mut self) -> Option<(oneshot::Sender<Permit>, usize)> {
         while self.under_way < self.limit.calls() {
             let (_, sender) = self.waiting.pop_first()?;
             if !sender.is_closed() {
@@ -145,10 +145,10 @@ impl Inner {
     }
 }
 
-impl Drop for Turn {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.turns.with(|inner| inner.under_way -= 1);
-        self.turns.admit();
+        self.queue.with(|inner| inner.under_way -= 1);
+        self.queue.admit();
     }
 }
 
@@ -159,13 +159,13 @@ mod tests {
 
     /// Calls that begin, by number, and end when they are told to.
     struct Calls {
-        turns: Turns,
+        queue: CallQueue,
         begun: (mpsc::UnboundedSender<u32>, mpsc::UnboundedReceiver<u32>),
     }
 
     impl Calls {
         fn new() -> Self {
-            Self { turns: Turns::default(), begun: mpsc::unbounded_channel() }
+            Self { queue: CallQueue::default(), begun: mpsc::unbounded_channel() }
         }
 
         /// One that waits for its end.
@@ -179,13 +179,13 @@ mod tests {
             number: u32,
             urgency: Urgency,
         ) -> (tokio::task::JoinHandle<()>, oneshot::Sender<()>) {
-            let (turns, begun, (end, ended)) = (self.turns.clone(), self.begun.0.clone(), oneshot::channel());
+            let (queue, begun, (end, ended)) = (self.queue.clone(), self.begun.0.clone(), oneshot::channel());
             let work = async move {
                 begun.send(number).unwrap();
                 ended.await
             };
             let task = tokio::spawn(async move {
-                turns.make(urgency, call, Box::pin(work)).await.unwrap();
+                queue.call(urgency, call, Box::pin(work)).await.unwrap();
             });
             (task, end)
         }
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn calls_that_hang_give_their_turns_to_others() {
+    async fn calls_that_hang_give_their_permits_to_others() {
         let mut calls = Calls::new();
         let most = StartLimit::default().calls();
         let hanging: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
@@ -257,18 +257,18 @@ mod tests {
             end.send(()).unwrap();
             task.await.unwrap();
         }
-        assert_eq!(calls.turns.with(|inner| inner.under_way), 0);
+        assert_eq!(calls.queue.with(|inner| inner.under_way), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn only_so_many_pods_are_looked_at_at_once_and_a_look_that_hangs_holds_up_nobody() {
-        let turns = Turns::default();
+        let queue = CallQueue::default();
         let (begun, mut beginnings) = mpsc::unbounded_channel();
         for _ in 0..LOOKS + 1 {
-            let (turns, begun) = (turns.clone(), begun.clone());
+            let (queue, begun) = (queue.clone(), begun.clone());
             tokio::spawn(async move {
-                turns
-                    .look(async move {
+                queue
+                    .observe(async move {
                         let _ = begun.send(Instant::now());
                         std::future::pending::<()>().await;
                     })

@@ -1,5 +1,5 @@
-//! What the kubelet counts of sandboxes, containers and images that are got going: how many, how many of
-//! them failed, and what they took.
+//! The kubelet's counters of started pods, sandboxes and containers, and of pulled images: number, failures,
+//! durations.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use prometheus_client::{
 
 use crate::error::StartError;
 
-/// Bounds of what a sandbox takes, in seconds: Prometheus' own, as the kubelet's.
+/// Bounds of a sandbox's duration, in seconds: Prometheus' own, as the kubelet's.
 const SANDBOX: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-/// Bounds of what a pull takes, in seconds: the kubelet's (`imagePullDurationBuckets`).
+/// Bounds of a pull's duration, in seconds: the kubelet's (`imagePullDurationBuckets`).
 const PULL: [f64; 18] = [
     1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0,
     2700.0, 3600.0,
@@ -65,7 +65,7 @@ struct SizeLabel {
 
 /// Counters and histograms; clones share them.
 #[derive(Clone, Debug)]
-pub(crate) struct Launches {
+pub(crate) struct StartCounters {
     pods: Counter,
     pod_errors: Counter,
     containers: Family<KindLabel, Counter>,
@@ -75,7 +75,7 @@ pub(crate) struct Launches {
     pulls: Family<SizeLabel, Histogram, fn() -> Histogram>,
 }
 
-impl Default for Launches {
+impl Default for StartCounters {
     fn default() -> Self {
         Self {
             pods: Counter::default(),
@@ -89,7 +89,7 @@ impl Default for Launches {
     }
 }
 
-impl Launches {
+impl StartCounters {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_started_pods",
@@ -128,20 +128,20 @@ impl Launches {
         );
     }
 
-    /// A pod got its sandbox, or couldn't.
+    /// Counts a pod that got its sandbox, or did not.
     pub(crate) fn pod(&self, failed: bool) {
         self.pods.inc();
         self.pod_errors.inc_by(failed.into());
     }
 
-    /// The runtime was asked for a sandbox, and took so long.
+    /// Counts a sandbox that the runtime made, or could not make, with its duration.
     pub(crate) fn sandbox(&self, handler: &str, took: Duration, failed: bool) {
         let label = HandlerLabel { runtime_handler: handler.to_owned() };
         self.sandboxes.get_or_create(&label).observe(took.as_secs_f64());
         self.sandbox_errors.get_or_create(&label).inc_by(failed.into());
     }
 
-    /// A container of the pod was started, or couldn't be.
+    /// Counts a container that was started, or could not be.
     pub(crate) fn container<T>(&self, pod: &Pod, name: &str, started: &Result<T, StartError>) {
         let container_type = kind(pod, name);
         self.containers.get_or_create(&KindLabel { container_type }).inc();
@@ -150,7 +150,7 @@ impl Launches {
         }
     }
 
-    /// An image of so many bytes was pulled.
+    /// Counts a pulled image of this size.
     pub(crate) fn pulled(&self, took: Duration, bytes: u64) {
         let label = SizeLabel { image_size_in_bytes: size_label(bytes) };
         self.pulls.get_or_create(&label).observe(took.as_secs_f64());
@@ -178,7 +178,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn the_size_of_an_image_is_told_as_the_kubelet_tells_it() {
+    fn an_image_has_the_size_label_of_the_kubelet() {
         for (bytes, label) in [
             (0, "N/A"),
             (1, "0-10MB"),
@@ -192,21 +192,21 @@ mod tests {
     }
 
     #[test]
-    fn what_is_started_and_what_fails_is_counted_by_kind_and_reason() {
+    fn starts_and_failures_are_counted_by_kind_and_reason() {
         let pod: Pod = serde_json::from_value(json!({
             "metadata": {"name": "web"},
             "spec": {"initContainers": [{"name": "init"}], "containers": [{"name": "main"}]},
         }))
         .unwrap();
-        let launches = Launches::default();
-        launches.pod(false);
-        launches.pod(true);
-        launches.sandbox("", Duration::from_millis(30), true);
-        launches.container(&pod, "init", &Ok(()));
-        launches.container::<()>(&pod, "main", &Err(StartError::Config(Error::Spec("no".to_owned()))));
-        launches.pulled(Duration::from_secs(2), 3 << 20);
+        let counters = StartCounters::default();
+        counters.pod(false);
+        counters.pod(true);
+        counters.sandbox("", Duration::from_millis(30), true);
+        counters.container(&pod, "init", &Ok(()));
+        counters.container::<()>(&pod, "main", &Err(StartError::Config(Error::Spec("no".to_owned()))));
+        counters.pulled(Duration::from_secs(2), 3 << 20);
         let mut registry = Registry::default();
-        launches.register(&mut registry);
+        counters.register(&mut registry);
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         for line in [

@@ -1,5 +1,5 @@
-//! How long pods take to start, as the kubelet's metrics have it. Only pods that this instance of the agent
-//! saw come count: nobody knows what one that ran before has waited for.
+//! Startup latency of pods, under the kubelet's names. Only pods that this instance of the agent saw first
+//! count: what a pod that ran before has waited for is not known.
 
 use std::{
     collections::BTreeMap,
@@ -26,28 +26,28 @@ const BUCKETS: [f64; 25] = [
 #[derive(Debug)]
 struct Start {
     seen: Instant,
-    /// What getting its images took.
+    /// Duration of its pulls.
     pulling: Duration,
     runs: bool,
 }
 
-/// The pods that are starting, and how long others took. Clones share them.
+/// The pods that are starting, and the latencies of others. Clones share them.
 #[derive(Clone, Debug)]
-pub(crate) struct Starts {
+pub(crate) struct StartupLatency {
     starting: Arc<Mutex<BTreeMap<String, Start>>>,
-    /// The spans of pods that were not ready yet. What is done for them is below.
-    ways: Arc<Mutex<BTreeMap<String, Span>>>,
+    /// Spans of pods that were not ready yet, with the spans of their steps below.
+    spans: Arc<Mutex<BTreeMap<String, Span>>>,
     running: Histogram,
     total: Histogram,
     sli: Histogram,
 }
 
-impl Default for Starts {
+impl Default for StartupLatency {
     fn default() -> Self {
         let histogram = || Histogram::new(BUCKETS);
         Self {
             starting: Arc::default(),
-            ways: Arc::default(),
+            spans: Arc::default(),
             running: histogram(),
             total: histogram(),
             sli: histogram(),
@@ -55,7 +55,7 @@ impl Default for Starts {
     }
 }
 
-impl Starts {
+impl StartupLatency {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_pod_start_duration_seconds",
@@ -74,14 +74,14 @@ impl Starts {
         );
     }
 
-    /// A pod is seen for the first time.
+    /// Begins with a pod that is seen for the first time.
     pub(crate) fn begin(&self, name: &PodName, uid: &str) {
-        let way = trace_span!(
+        let span = trace_span!(
             target: TARGET, parent: None, "pod", otel.name = "startPod", k8s.pod.uid = uid,
             k8s.pod = %name, k8s.pod.name = name.name, k8s.namespace.name = name.namespace,
         );
-        if !way.is_none() {
-            self.ways().insert(uid.to_owned(), way);
+        if !span.is_none() {
+            self.spans().insert(uid.to_owned(), span);
         }
         let start = Start { seen: Instant::now(), pulling: Duration::ZERO, runs: false };
         self.with(|starting| starting.insert(uid.to_owned(), start));
@@ -89,42 +89,42 @@ impl Starts {
 
     /// The span of a step of the pod's worker: below that of its start until it was ready, then on its own.
     pub(crate) fn step(&self, name: &PodName, uid: &str, step: &'static str) -> Span {
-        let way = self.ways().get(uid).and_then(Span::id);
+        let parent = self.spans().get(uid).and_then(Span::id);
         trace_span!(
-            target: TARGET, parent: way, "step", otel.name = step, k8s.pod.uid = uid,
+            target: TARGET, parent: parent, "step", otel.name = step, k8s.pod.uid = uid,
             k8s.pod = %name, k8s.pod.name = name.name, k8s.namespace.name = name.namespace,
             otel.status_code = Empty, otel.status_description = Empty,
         )
     }
 
-    /// Ends the span of the pod's start; the last one below it says with what.
-    fn arrive(&self, uid: &str, end: &'static str) {
-        if let Some(way) = self.ways().remove(uid) {
-            drop(trace_span!(target: TARGET, parent: &way, "end", otel.name = end));
+    /// Ends the span of the pod's start. The last span below it names the end.
+    fn end_span(&self, uid: &str, end: &'static str) {
+        if let Some(span) = self.spans().remove(uid) {
+            drop(trace_span!(target: TARGET, parent: &span, "end", otel.name = end));
         }
     }
 
-    fn ways(&self) -> MutexGuard<'_, BTreeMap<String, Span>> {
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    fn spans(&self) -> MutexGuard<'_, BTreeMap<String, Span>> {
+        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An image of a pod was got.
+    /// Adds the duration of a pull.
     pub(crate) fn pulled(&self, uid: &str, took: Duration) {
         self.with(|starting| starting.get_mut(uid).into_iter().for_each(|start| start.pulling += took));
     }
 
-    /// The pod is gone.
+    /// Forgets a pod that is gone.
     pub(crate) fn forget(&self, uid: &str) {
         self.with(|starting| starting.remove(uid));
-        self.arrive(uid, "gone");
+        self.end_span(uid, "gone");
     }
 
-    /// The pod's status is this one now.
+    /// Follows the newest status of a pod.
     pub(crate) fn record(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
         if has_ended(Some(status)) {
-            self.arrive(uid, "ended");
+            self.end_span(uid, "ended");
         } else if is_ready(status) {
-            self.arrive(uid, "firstReady");
+            self.end_span(uid, "firstReady");
         }
         self.with(|starting| {
             let Some(start) = starting.get_mut(uid) else { return };
@@ -163,7 +163,7 @@ fn all_run(status: &core::PodStatus) -> bool {
     containers.all(|container| container.state.as_ref().is_some_and(|state| state.running.is_some()))
 }
 
-/// What init containers took that have ended.
+/// Duration of the init containers that have ended.
 fn init_time(status: &core::PodStatus) -> Duration {
     let states = status.init_container_statuses.iter().flatten().filter_map(|one| one.state.as_ref());
     let times = states.filter_map(|state| {
@@ -174,7 +174,7 @@ fn init_time(status: &core::PodStatus) -> Duration {
     times.sum()
 }
 
-/// As the definition of the SLI has it: no volumes but those that go with the pod.
+/// Returns true if all volumes end with the pod, as the definition of the SLI has it.
 fn is_stateless(pod: &core::Pod) -> bool {
     let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     volumes.all(|volume| {
@@ -197,9 +197,9 @@ mod tests {
         PodName { namespace: "shop".to_owned(), name: uid.to_owned() }
     }
 
-    fn text(starts: &Starts) -> String {
+    fn text(latency: &StartupLatency) -> String {
         let mut registry = Registry::default();
-        starts.register(&mut registry);
+        latency.register(&mut registry);
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         text
@@ -207,7 +207,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_start_counts_once_without_its_pulls_and_init_containers() {
-        let starts = Starts::default();
+        let latency = StartupLatency::default();
         let pod: core::Pod = serde_json::from_value(json!({
             "metadata": {"name": "web", "creationTimestamp": "2026-01-01T00:00:00Z"},
             "spec": {"containers": [], "volumes": [{"name": "v", "emptyDir": {}}]},
@@ -224,18 +224,23 @@ mod tests {
             }))
             .unwrap()
         };
-        starts.begin(&name("u"), "u");
+        latency.begin(&name("u"), "u");
         tokio::time::advance(Duration::from_secs(10)).await;
-        starts.pulled("u", Duration::from_secs(4));
+        latency.pulled("u", Duration::from_secs(4));
         let now: Timestamp = "2026-01-01T00:00:11Z".parse().unwrap();
-        starts.record("u", &pod, &status(json!({"waiting": {}})), now);
-        let half = text(&starts);
+        latency.record("u", &pod, &status(json!({"waiting": {}})), now);
+        let half = text(&latency);
         assert!(half.contains("kubelet_pod_start_duration_seconds_sum 10.0"), "{half}");
         assert!(half.contains("kubelet_pod_start_sli_duration_seconds_count 0"), "{half}");
         for _ in 0..2 {
-            starts.record("u", &pod, &status(json!({"running": {"startedAt": "2026-01-01T00:00:11Z"}})), now);
+            latency.record(
+                "u",
+                &pod,
+                &status(json!({"running": {"startedAt": "2026-01-01T00:00:11Z"}})),
+                now,
+            );
         }
-        let whole = text(&starts);
+        let whole = text(&latency);
         for line in ["pod_start_total_duration_seconds_sum 11.0", "pod_start_sli_duration_seconds_sum 5.0"] {
             assert!(whole.contains(&format!("kubelet_{line}")), "no {line} in\n{whole}");
         }
@@ -244,12 +249,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_pod_that_ran_before_or_is_gone_counts_for_nothing() {
-        let starts = Starts::default();
+        let latency = StartupLatency::default();
         let status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
-        starts.record("old", &core::Pod::default(), &status, Timestamp::now());
-        starts.begin(&name("gone"), "gone");
-        starts.forget("gone");
-        starts.record("gone", &core::Pod::default(), &status, Timestamp::now());
-        assert!(text(&starts).contains("kubelet_pod_start_duration_seconds_count 0"));
+        latency.record("old", &core::Pod::default(), &status, Timestamp::now());
+        latency.begin(&name("gone"), "gone");
+        latency.forget("gone");
+        latency.record("gone", &core::Pod::default(), &status, Timestamp::now());
+        assert!(text(&latency).contains("kubelet_pod_start_duration_seconds_count 0"));
     }
 }

@@ -1,5 +1,5 @@
-//! When containers ended, on the clock of timers. The runtime tells it by the wall's clock, which people and
-//! NTP set: a delay that is counted by that clock could last for hours, or be none.
+//! Times at which containers ended, on the clock of timers. The runtime reports them by the wall clock, which
+//! people and NTP set: a delay that is counted by that clock could last for hours, or be skipped.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -9,23 +9,23 @@ use beelet_units::moment::Moment;
 use jiff::Timestamp;
 use tokio::time::Instant;
 
-/// A container may have ended so long before its worker began; more doesn't matter to any delay.
+/// Longest time before the worker's begin that an end is remembered with. No delay is longer.
 const BEFORE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// What a worker remembers of ends.
+/// The ends that a worker knows.
 #[derive(Debug)]
-pub(super) struct Ends {
+pub(super) struct ContainerEnds {
     began: Instant,
     known: BTreeMap<String, Moment>,
 }
 
-impl Ends {
+impl ContainerEnds {
     pub(super) fn new() -> Self {
         Self { began: Instant::now(), known: BTreeMap::new() }
     }
 
-    /// Takes the ends in that are new. Only of those the wall's clock (which shows `wall` now) says how long
-    /// ago they were, and an end that is yet to come by it was just now.
+    /// Takes over the ends that are new. Their age is read from the wall clock, which shows `wall` now; an
+    /// end in the future of that clock was just now.
     pub(super) fn record(&mut self, observed: &Observed, wall: Timestamp) {
         let now = self.now();
         let ended = observed.containers.iter().filter_map(|container| match container.state {
@@ -82,7 +82,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_end_stays_where_it_was_however_the_clock_is_set() {
-        let (mut ends, second) = (Ends::new(), Duration::from_secs(1));
+        let (mut ends, second) = (ContainerEnds::new(), Duration::from_secs(1));
         ends.record(&ended("a", 0), wall(5));
         let at = ends.known()["a"];
         assert_eq!(ends.now().since(at), 5 * second);
@@ -94,14 +94,14 @@ mod tests {
         assert_eq!(ends.now().since(at), 25 * second);
         assert_eq!(ends.instant(at.plus(30 * second)), Instant::now() + 5 * second);
         assert_eq!(ends.instant(at), Instant::now());
-        // Gone, it is forgotten.
+        // The end of a container that is gone is forgotten.
         ends.record(&ended("b", 0), wall(5));
         assert_eq!(ends.known().keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_end_that_is_yet_to_come_was_just_now() {
-        let mut ends = Ends::new();
+        let mut ends = ContainerEnds::new();
         ends.record(&ended("a", 10_800), wall(0));
         assert_eq!(ends.known()["a"], ends.now());
         // An older one than any delay is as old as that.

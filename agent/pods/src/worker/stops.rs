@@ -1,9 +1,9 @@
-//! How containers are ended: preStop hooks, the order of sidecars, and one grace period that all of it
-//! shares, as in the kubelet's killContainersWithSyncResult (KEP-753 for the order).
+//! Stops of containers: preStop hooks, the order of sidecars, and one grace period that all of them share, as
+//! in the kubelet's killContainersWithSyncResult (KEP-753 for the order).
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use beelet_policy::pod::{self, KillReason, why::KILL_FAILED};
+use beelet_policy::pod::{self, KillReason};
 use beelet_units::bounds;
 use futures::future::join_all;
 use jiff::Timestamp;
@@ -11,9 +11,9 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
 use tracing::{debug, warn};
 
-use super::{Worker, hooks, ignore_missing};
-use crate::{error::Error, runtime_view::Observation};
-use beelet_model::{pod::container_of, status::whole_second};
+use super::hooks;
+use crate::{error::Error, plan::PodPlan, runtime_view::Observation, services::StopServices};
+use beelet_model::pod::container_of;
 use beelet_state::events::Object;
 
 /// What a container gets to end by itself, however little is left: the kubelet's minimumGracePeriodInSeconds.
@@ -65,36 +65,40 @@ struct Progress {
     failed: bool,
 }
 
-impl Worker {
+/// Stops of a pod's containers and sandboxes, with the hooks around them.
+pub(super) struct Stops {
+    services: Arc<StopServices>,
+}
+
+impl Stops {
+    pub(super) fn new(services: &Arc<StopServices>) -> Self {
+        Self { services: Arc::clone(services) }
+    }
+
     /// Ends what runs in a sandbox, sidecars last and in reverse, then the sandbox itself.
     pub(super) async fn stop_sandbox(
         &self,
+        plan: &PodPlan,
         id: &str,
         seen: &Observation,
         window: Window,
     ) -> Result<(), Error> {
-        self.end_sandbox(id, seen, window).await.map_err(Error::of_kill)
+        self.end_sandbox(plan, id, seen, window).await.map_err(Error::of_kill)
     }
 
-    /// Records why the pod, or something of it, has not ended: a step of its end failed, or one that stops
-    /// something (`killPod` of the kubelet).
-    pub(super) fn record_not_ended(&self, error: &Error, is_ending: bool) {
-        // That drivers don't take back what they prepared has an event of its own.
-        let is_told = matches!(error, Error::StillPrepared(_));
-        if !is_told && (is_ending || matches!(error, Error::Kill(_))) {
-            let message = format!("error killing pod: {error}");
-            self.launcher.events.warning(Object::pod(&self.plan.pod), KILL_FAILED, message);
-        }
-    }
-
-    async fn end_sandbox(&self, id: &str, seen: &Observation, window: Window) -> Result<(), Error> {
+    async fn end_sandbox(
+        &self,
+        plan: &PodPlan,
+        id: &str,
+        seen: &Observation,
+        window: Window,
+    ) -> Result<(), Error> {
         let runs = |c: &&pod::Container| {
             matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
         };
         let alive: Vec<&pod::Container> =
             seen.pod.containers.iter().filter(|c| c.sandbox_id == id).filter(runs).collect();
-        let inits =
-            self.plan.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
+        let inits = plan.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
         // Its place among the sidecars; None for all others, which end first.
         let place =
             |c: &pod::Container| inits.iter().position(|init| pod::is_sidecar(init) && init.name == c.name);
@@ -105,19 +109,19 @@ impl Worker {
                 .iter()
                 .filter(|other| mine.is_some() && (place(other).is_none() || place(other) > mine));
             let before: Vec<&str> = before.map(|other| other.id.as_str()).collect();
-            let (events, object) = self.events_of(&container.name);
+            let (events, object) = self.events_of(plan, &container.name);
             events.normal(object, "Killing", format!("Stopping container {}", container.name));
-            self.end_container(container, seen, window, before, &progress)
+            self.end_container(plan, (container, seen), window, before, &progress)
         });
         join_all(ends).await.into_iter().collect::<Result<(), Error>>()?;
-        ignore_missing(self.runtime.stop_sandbox(id).await)
+        ignore_missing(self.services.runtime.stop_sandbox(id).await)
     }
 
     /// Ends one container: its hook, then, once those `before` it have ended, its process.
     async fn end_container(
         &self,
-        container: &pod::Container,
-        seen: &Observation,
+        plan: &PodPlan,
+        (container, seen): (&pod::Container, &Observation),
         window: Window,
         before: Vec<&str>,
         progress: &watch::Sender<Progress>,
@@ -126,7 +130,7 @@ impl Worker {
         if window.left() >= childhood + MINIMUM {
             tokio::time::sleep(childhood).await;
         }
-        self.pre_stop(container, seen, window).await;
+        self.pre_stop(plan, (container, seen), window).await;
         let mut others = progress.subscribe();
         let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
         // Out of time, it ends together with those it should have outlived.
@@ -135,7 +139,8 @@ impl Worker {
         {
             return Ok(());
         }
-        let stopped = ignore_missing(self.runtime.stop_container(&container.id, window.for_runtime()).await);
+        let stopped =
+            ignore_missing(self.services.runtime.stop_container(&container.id, window.for_runtime()).await);
         progress.send_modify(|p| match &stopped {
             Ok(()) => drop(p.ended.insert(container.id.clone())),
             Err(_) => p.failed = true,
@@ -144,91 +149,66 @@ impl Worker {
     }
 
     /// Ends containers that a probe or a hook condemned.
-    pub(super) async fn kill(&self, kills: &[pod::Kill], seen: &Observation) -> Result<(), Error> {
+    pub(super) async fn kill(
+        &self,
+        plan: &PodPlan,
+        kills: &[pod::Kill],
+        seen: &Observation,
+    ) -> Result<(), Error> {
         let progress = watch::Sender::new(Progress::default());
         let ends = kills.iter().filter_map(|kill| {
             let container = seen.pod.containers.iter().find(|c| c.id == kill.id)?;
-            let (events, object) = self.events_of(&kill.name);
+            let (events, object) = self.events_of(plan, &kill.name);
             events.normal(object, "Killing", format!("Container {} {}", kill.name, kill.reason.message()));
-            let window = Window::new(self.grace(&kill.name, kill.reason));
-            Some(self.end_container(container, seen, window, Vec::new(), &progress))
+            let window = Window::new(grace(plan, &kill.name, kill.reason));
+            Some(self.end_container(plan, (container, seen), window, Vec::new(), &progress))
         });
         join_all(ends).await.into_iter().collect::<Result<(), Error>>().map_err(Error::of_kill)
     }
 
-    /// Returns true if a container runs, or has ended after it was told to: what it was condemned for may be
-    /// why. A container that ended by itself counts by its exit code, whatever a probe said in that instant.
-    pub(super) fn may_be_for(&self, id: &str, seen: &Observation) -> bool {
-        let container = seen.pod.containers.iter().find(|c| c.id == id);
-        match container.map(|c| &c.state) {
-            Some(pod::ContainerState::Exited { finished_at, .. }) => {
-                // A runtime may know the time to the second, or not at all.
-                let is_known = *finished_at != Timestamp::UNIX_EPOCH;
-                let is_exact = finished_at.subsec_nanosecond() != 0;
-                let since = |at: &Timestamp| if is_exact { *at } else { whole_second(*at) };
-                self.stopped.get(id).is_some_and(|at| !is_known || since(at) <= *finished_at)
-            }
-            _ => true,
-        }
-    }
-
-    /// The seconds a container gets: its failed probe's own, else the pod's.
-    fn grace(&self, container: &str, reason: KillReason) -> Duration {
-        if reason == KillReason::RestartAll {
-            // No hook, and the least time to end, as from the kubelet (`ContainersToReset` in its SyncPod).
-            return Duration::ZERO;
-        }
-        let probe = container_of(&self.plan.pod, container).and_then(|c| match reason {
-            KillReason::Liveness => c.liveness_probe.as_ref(),
-            KillReason::Startup => c.startup_probe.as_ref(),
-            KillReason::Unknown
-            | KillReason::PostStartHook
-            | KillReason::Redefined
-            | KillReason::Resized
-            | KillReason::RestartAll
-            | KillReason::Requested => None,
-        });
-        let own = probe.and_then(|p| p.termination_grace_period_seconds);
-        own.map_or_else(|| self.plan.grace, bounds::grace)
-    }
-
     /// Runs a container's preStop hook, if it has one and there is time for it. A failure delays nothing.
-    async fn pre_stop(&self, container: &pod::Container, seen: &Observation, window: Window) {
-        let Some(spec) = container_of(&self.plan.pod, &container.name) else { return };
+    async fn pre_stop(
+        &self,
+        plan: &PodPlan,
+        (container, seen): (&pod::Container, &Observation),
+        window: Window,
+    ) {
+        let Some(spec) = container_of(&plan.pod, &container.name) else { return };
         let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.pre_stop.as_ref()) else { return };
         let runs = matches!(container.state, pod::ContainerState::Running { .. });
         if !runs || window.left().is_zero() {
             return;
         }
-        debug!(pod = %self.plan.name, container = container.name, "preStop hook runs");
-        let ip = self.pod_ip(seen);
+        debug!(pod = %plan.name, container = container.name, "preStop hook runs");
+        let ip = pod_ip(plan, seen);
         let subject = hooks::Subject { spec, id: &container.id, pod_ip: ip.as_deref() };
-        if let Err(error) = self.run_hook(handler, subject, Some(window.left())).await {
-            warn!(pod = %self.plan.name, container = container.name, error, "preStop hook failed");
-            let (events, object) = self.events_of(&container.name);
+        if let Err(error) = self.run_hook(plan, handler, subject, Some(window.left())).await {
+            warn!(pod = %plan.name, container = container.name, error, "preStop hook failed");
+            let (events, object) = self.events_of(plan, &container.name);
             events.warning(object, "FailedPreStopHook", format!("preStop hook failed: {error}"));
         }
     }
 
-    /// Runs a container's postStart hook, if it has one; false if it failed.
-    pub(super) async fn post_start(&mut self, name: &str, id: &str, seen: &Observation) -> bool {
-        let pod = std::sync::Arc::clone(&self.plan.pod);
-        let Some(spec) = container_of(&pod, name) else { return true };
-        let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) else { return true };
-        debug!(pod = %self.plan.name, container = name, "postStart hook runs");
-        let ip = self.pod_ip(seen);
+    /// Runs a container's postStart hook. Returns true if it succeeded; None if the container has no hook.
+    pub(super) async fn post_start(
+        &self,
+        plan: &PodPlan,
+        name: &str,
+        id: &str,
+        seen: &Observation,
+    ) -> Option<bool> {
+        let spec = container_of(&plan.pod, name)?;
+        let handler = spec.lifecycle.as_ref()?.post_start.as_ref()?;
+        debug!(pod = %plan.name, container = name, "postStart hook runs");
+        let ip = pod_ip(plan, seen);
         let subject = hooks::Subject { spec, id, pod_ip: ip.as_deref() };
-        match self.run_hook(handler, subject, None).await {
-            Ok(()) => {
-                self.hooked.insert(id.to_owned());
-                true
-            }
+        match self.run_hook(plan, handler, subject, None).await {
+            Ok(()) => Some(true),
             Err(error) => {
-                warn!(pod = %self.plan.name, container = name, error, "postStart hook failed; the container is stopped");
-                let (events, object) = self.events_of(name);
+                warn!(pod = %plan.name, container = name, error, "postStart hook failed; the container is stopped");
+                let (events, object) = self.events_of(plan, name);
                 events.warning(object, "FailedPostStartHook", format!("postStart hook failed: {error}"));
-                self.failed_hooks.insert(id.to_owned());
-                false
+                Some(false)
             }
         }
     }
@@ -236,28 +216,58 @@ impl Worker {
     /// Runs a hook, and says what was not as the pod wanted it.
     async fn run_hook(
         &self,
+        plan: &PodPlan,
         handler: &core::LifecycleHandler,
         subject: hooks::Subject<'_>,
         within: Option<Duration>,
     ) -> Result<(), String> {
-        if let Some(downgraded) = hooks::run(&self.runtime, handler, subject, within).await? {
-            self.launcher.metrics.downgraded_hooks.inc();
-            let pod = Object::pod(&self.plan.pod);
-            self.launcher.events.warning(pod, "LifecycleHTTPFallback", downgraded.to_string());
+        if let Some(downgraded) = hooks::run(&self.services.runtime, handler, subject, within).await? {
+            self.services.reports.metrics.downgraded_hooks.inc();
+            let pod = Object::pod(&plan.pod);
+            self.services.reports.events.warning(pod, "LifecycleHTTPFallback", downgraded.to_string());
         }
         Ok(())
     }
 
-    fn pod_ip(&self, seen: &Observation) -> Option<String> {
-        let sandbox = seen.sandbox.as_ref()?;
-        let on_host = self.plan.pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
-        // On a machine without an address, as an empty host is in Go.
-        self.plan.ips(&sandbox.ips).into_iter().next().or_else(|| on_host.then(|| "127.0.0.1".to_owned()))
-    }
-
     /// Where to record an event of a container, and its subject.
-    fn events_of(&self, container: &str) -> (&beelet_state::events::Recorder, Object) {
-        (&self.launcher.events, Object::container(&self.plan.pod, container))
+    fn events_of(&self, plan: &PodPlan, container: &str) -> (&beelet_state::events::Recorder, Object) {
+        (&self.services.reports.events, Object::container(&plan.pod, container))
+    }
+}
+
+/// Grace period of a container: its failed probe's own, else the pod's.
+fn grace(plan: &PodPlan, container: &str, reason: KillReason) -> Duration {
+    if reason == KillReason::RestartAll {
+        // No hook, and the least time to end, as from the kubelet (`ContainersToReset` in its SyncPod).
+        return Duration::ZERO;
+    }
+    let probe = container_of(&plan.pod, container).and_then(|c| match reason {
+        KillReason::Liveness => c.liveness_probe.as_ref(),
+        KillReason::Startup => c.startup_probe.as_ref(),
+        KillReason::Unknown
+        | KillReason::PostStartHook
+        | KillReason::Redefined
+        | KillReason::Resized
+        | KillReason::RestartAll
+        | KillReason::Requested => None,
+    });
+    let own = probe.and_then(|p| p.termination_grace_period_seconds);
+    own.map_or_else(|| plan.grace, bounds::grace)
+}
+
+/// The pod's primary address.
+fn pod_ip(plan: &PodPlan, seen: &Observation) -> Option<String> {
+    let sandbox = seen.sandbox.as_ref()?;
+    let on_host = plan.pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
+    // On a machine without an address, as an empty host is in Go.
+    plan.ips(&sandbox.ips).into_iter().next().or_else(|| on_host.then(|| "127.0.0.1".to_owned()))
+}
+
+/// Treats "not found" as success.
+pub(super) fn ignore_missing(result: Result<(), beelet_cri::Error>) -> Result<(), Error> {
+    match result {
+        Err(error) if !error.is_not_found() => Err(error.into()),
+        _ => Ok(()),
     }
 }
 

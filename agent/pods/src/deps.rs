@@ -1,0 +1,129 @@
+//! Parts of the node that the workers of pods need, in groups by their use. Each step of a worker takes the
+//! groups that it needs, and no other.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use beelet_admission::Admission;
+use beelet_cgroups::Cgroups;
+use beelet_cri::{Runtime, mounts::Mounts};
+use beelet_devices::Devices;
+use beelet_dra::Dra;
+use beelet_images::{Leases, pull::Puller};
+use beelet_model::{desired::Desired, objects::Objects, pod::NodeFacts, storage::Storage, table::PodTable};
+use beelet_policy::resources::cgroups::CgroupConfig;
+use beelet_state::events::Recorder;
+use beelet_volumes::VolumeManager;
+use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
+
+use crate::{metrics::Metrics, records::WrittenRecords, user_namespaces::UserNamespaces};
+
+/// Parts of the node that pods run with.
+#[derive(Clone, Debug)]
+pub struct Deps {
+    /// The container runtime.
+    pub runtime: RuntimeDeps,
+    /// Facts about the node, and its cgroups.
+    pub node: NodeDeps,
+    /// Images.
+    pub images: ImageDeps,
+    /// Devices of plugins and of claims.
+    pub devices: DeviceDeps,
+    /// Prepares volumes and takes them back.
+    pub volumes: VolumeManager,
+    /// Decides which pods may run here.
+    pub admission: Arc<Admission>,
+    /// The desired and the published pods.
+    pub pods: PodDeps,
+    /// Events and metrics.
+    pub reports: Reports,
+}
+
+/// The container runtime, and the abilities that runtimes differ in.
+#[derive(Clone, Debug)]
+pub struct RuntimeDeps {
+    /// The runtime.
+    pub cri: Runtime,
+    /// Checks that the runtime sees the agent's mounts. None where the runtime runs beside the agent.
+    pub mounts: Option<Arc<Mounts>>,
+    /// Hands out ids for user namespaces.
+    pub users: Arc<UserNamespaces>,
+    /// Longest restart delay of a crashing container.
+    pub max_restart_delay: Duration,
+}
+
+/// The node, its cgroups and its folders.
+#[derive(Clone, Debug)]
+pub struct NodeDeps {
+    /// Facts about the node.
+    pub facts: NodeFacts,
+    /// The cgroup tree.
+    pub cgroups: Arc<Cgroups>,
+    /// The rules by which cgroup values follow from a pod.
+    pub cgroup_config: CgroupConfig,
+    /// Folder with a folder for each pod.
+    pub pods_dir: PathBuf,
+}
+
+/// Images, and the leases that keep them on the node.
+#[derive(Clone, Debug)]
+pub struct ImageDeps {
+    /// Pulls images.
+    pub puller: Arc<Puller>,
+    /// Images that containers are about to be made from.
+    pub leases: Leases,
+}
+
+/// Devices of plugins, and devices of resource claims.
+#[derive(Clone, Debug)]
+pub struct DeviceDeps {
+    /// Devices of device plugins.
+    pub plugins: Devices,
+    /// Drivers that prepare resource claims.
+    pub claims: Dra,
+    /// The cluster's claims. None on a node of its own.
+    pub storage: Option<Arc<dyn Storage>>,
+    /// CDI devices have an annotation too, because the runtime is too old for the field.
+    pub cdi_by_annotation: bool,
+}
+
+/// The desired pods, the published pods, and the records on disk.
+#[derive(Clone, Debug)]
+pub struct PodDeps {
+    /// The desired pods, with ConfigMaps, Secrets and RuntimeClasses.
+    pub desired: watch::Receiver<Arc<Desired>>,
+    /// The pods that are here.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// Records that the next instance of the agent will find.
+    pub written: WrittenRecords,
+}
+
+/// Events and metrics.
+#[derive(Clone, Debug)]
+pub struct Reports {
+    /// Records events.
+    pub events: Recorder,
+    /// Counters and gauges.
+    pub metrics: Metrics,
+}
+
+impl PodDeps {
+    /// The objects that pods may refer to now.
+    pub(crate) fn objects(&self) -> Arc<Objects> {
+        Arc::clone(&self.desired.borrow().objects)
+    }
+
+    /// Returns true if the API server has yet to answer for an object that the pod refers to.
+    pub(crate) fn waits_for_objects(&self, pod: &Pod) -> bool {
+        self.desired.borrow().objects.is_unread(pod)
+    }
+
+    /// Waits until the API server has answered for all objects that the pod refers to.
+    pub(crate) async fn objects_answered(&self, pod: &Pod) {
+        let mut desired = self.desired.clone();
+        if desired.wait_for(|desired| !desired.objects.is_unread(pod)).await.is_err() {
+            // The source of pods has ended, and gives no answer any more.
+            std::future::pending::<()>().await;
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Abilities of container runtimes that depend on the runtime's version. A runtime that does not know a field
+//! of a container ignores the field without an error, so such a container is refused.
+
+use beelet_cri::Runtime;
+
+use crate::error::{Error, StartError};
+
+/// An ability that runtimes have since some version, and do not report.
+pub(crate) struct Ability {
+    /// The ability, as a verb.
+    what: &'static str,
+    containerd: (u32, u32),
+    crio: (u32, u32),
+}
+
+/// KEP-4639.
+pub(crate) const IMAGES: Ability = Ability { what: "mount images", containerd: (2, 1), crio: (1, 31) };
+/// KEP-4639, its second part.
+pub(crate) const PARTS_OF_IMAGES: Ability =
+    Ability { what: "mount a part of an image", containerd: (2, 2), crio: (1, 33) };
+/// KEP-4960.
+pub(crate) const STOP_SIGNALS: Ability =
+    Ability { what: "be told which signal ends a container", containerd: (2, 3), crio: (1, 34) };
+
+impl Ability {
+    /// Returns true if this runtime has it.
+    fn is_of(&self, name: &str, version: &str) -> bool {
+        let mut numbers =
+            version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());
+        let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        match name {
+            "containerd" => version >= self.containerd,
+            "cri-o" => version >= self.crio,
+            _ => false,
+        }
+    }
+}
+
+impl std::fmt::Display for Ability {
+    /// `mount images; containerd 2.1 and CRI-O 1.31`
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { what, containerd, crio } = self;
+        write!(f, "{what}; containerd {}.{} and CRI-O {}.{}", containerd.0, containerd.1, crio.0, crio.1)
+    }
+}
+
+/// Refuses a field that the runtime would ignore. `field` names it in the error.
+pub(crate) async fn require(runtime: &Runtime, field: &str, ability: &Ability) -> Result<(), StartError> {
+    let version = runtime.version().await.map_err(StartError::Create)?;
+    let (name, version) = (version.runtime_name, version.runtime_version);
+    if ability.is_of(&name, &version) {
+        return Ok(());
+    }
+    Err(Error::Spec(format!("{field}: {name} {version} can't {ability} can")).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_runtimes_can_is_known_by_their_version() {
+        let check = |name: &str, version: &str, expected: [bool; 3]| {
+            let found = [IMAGES, PARTS_OF_IMAGES, STOP_SIGNALS].map(|ability| ability.is_of(name, version));
+            assert_eq!(found, expected, "{name} {version}");
+        };
+        check("containerd", "1.6.20~ds1", [false; 3]);
+        check("containerd", "v2.0.5", [false; 3]);
+        check("containerd", "v2.1.9", [true, false, false]);
+        check("containerd", "2.2.0-rc.1", [true, true, false]);
+        check("containerd", "v2.3.0", [true; 3]);
+        check("cri-o", "1.31.2", [true, false, false]);
+        check("cri-o", "1.30.0", [false; 3]);
+        check("cri-o", "1.34.0", [true; 3]);
+        check("other", "9.9", [false; 3]);
+        check("containerd", "", [false; 3]);
+        assert_eq!(IMAGES.to_string(), "mount images; containerd 2.1 and CRI-O 1.31");
+    }
+}

@@ -1,0 +1,129 @@
+//! The services that all workers share. Each is made once, of its own part of [`Deps`].
+
+use std::{sync::Arc, time::Duration};
+
+use beelet_admission::Admission;
+use beelet_cri::Runtime;
+use beelet_devices::Devices;
+use beelet_model::pod::NodeFacts;
+
+use crate::{
+    call_queue::CallQueue,
+    container::Containers,
+    container_images::ImagePulls,
+    deps::{Deps, PodDeps, Reports},
+    plan::Planner,
+    pod_users::PodUsers,
+    resource_claims::ResourceClaims,
+    sandbox::Sandboxes,
+    teardown::Teardown,
+};
+
+/// Services of all workers.
+#[derive(Debug)]
+pub(crate) struct Services {
+    pub(crate) planner: Planner,
+    pub(crate) looks: Arc<LookServices>,
+    pub(crate) starts: Arc<StartServices>,
+    pub(crate) stops: Arc<StopServices>,
+    pub(crate) ends: Arc<EndServices>,
+    pub(crate) reports: Reports,
+}
+
+/// Services that looks at a pod need.
+#[derive(Debug)]
+pub(crate) struct LookServices {
+    pub(crate) runtime: Runtime,
+    pub(crate) calls: CallQueue,
+    pub(crate) max_restart_delay: Duration,
+}
+
+/// Services that starts of sandboxes and containers need.
+#[derive(Debug)]
+pub(crate) struct StartServices {
+    pub(crate) sandboxes: Sandboxes,
+    pub(crate) containers: Containers,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) devices: Devices,
+    pub(crate) pods: PodDeps,
+    pub(crate) node: NodeFacts,
+    pub(crate) reports: Reports,
+}
+
+/// Services that stops of sandboxes and containers need.
+#[derive(Debug)]
+pub(crate) struct StopServices {
+    pub(crate) runtime: Runtime,
+    pub(crate) reports: Reports,
+}
+
+/// Services that the end of a pod needs.
+#[derive(Debug)]
+pub(crate) struct EndServices {
+    pub(crate) teardown: Teardown,
+    pub(crate) claims: ResourceClaims,
+    pub(crate) reports: Reports,
+}
+
+impl Services {
+    /// Makes the services of a node.
+    pub(crate) fn new(deps: &Deps) -> Self {
+        let Deps { runtime, node, images, devices, volumes, admission, pods, reports } = deps;
+        let (calls, cri) = (CallQueue::default(), runtime.cri.clone());
+        let users = PodUsers { runtime: cri.clone(), users: Arc::clone(&runtime.users) };
+        let claims = ResourceClaims {
+            dra: devices.claims.clone(),
+            storage: devices.storage.clone(),
+            table: pods.table.clone(),
+            events: reports.events.clone(),
+        };
+        let sandboxes = Sandboxes {
+            runtime: runtime.clone(),
+            node: node.clone(),
+            pods: pods.clone(),
+            volumes: volumes.clone(),
+            users: users.clone(),
+            claims: claims.clone(),
+            calls: calls.clone(),
+            reports: reports.clone(),
+        };
+        let pulls = ImagePulls { runtime: cri.clone(), images: images.clone(), reports: reports.clone() };
+        let containers = Containers {
+            runtime: runtime.clone(),
+            node: node.clone(),
+            pods: pods.clone(),
+            images: pulls,
+            devices: devices.clone(),
+            volumes: volumes.clone(),
+            users: users.clone(),
+            calls: calls.clone(),
+            reports: reports.clone(),
+        };
+        let teardown = Teardown {
+            volumes: volumes.clone(),
+            cgroups: Arc::clone(&node.cgroups),
+            devices: devices.plugins.clone(),
+            users,
+        };
+        Self {
+            planner: Planner { node: node.clone(), volumes: volumes.clone() },
+            looks: Arc::new(LookServices {
+                runtime: cri.clone(),
+                calls,
+                max_restart_delay: runtime.max_restart_delay,
+            }),
+            starts: Arc::new(StartServices {
+                sandboxes,
+                containers,
+                admission: Arc::clone(admission),
+                devices: devices.plugins.clone(),
+                pods: pods.clone(),
+                node: node.facts.clone(),
+                reports: reports.clone(),
+            }),
+            stops: Arc::new(StopServices { runtime: cri, reports: reports.clone() }),
+            ends: Arc::new(EndServices { teardown, claims, reports: reports.clone() }),
+            reports: reports.clone(),
+        }
+    }
+}

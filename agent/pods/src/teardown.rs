@@ -1,0 +1,74 @@
+//! Takes away the volumes, the cgroup, the devices and the logs of a pod whose containers have ended.
+
+use std::sync::Arc;
+
+use beelet_base::{blocking::BlockingTasks, walk::remove_folder};
+use beelet_cgroups::Cgroups;
+use beelet_devices::Devices;
+use beelet_volumes::{PodVolumes, VolumeManager};
+
+use crate::{error::Error, plan::PodPlan, pod_users::PodUsers};
+
+/// Takes away parts of pods.
+#[derive(Clone, Debug)]
+pub(crate) struct Teardown {
+    pub(crate) volumes: VolumeManager,
+    pub(crate) cgroups: Arc<Cgroups>,
+    pub(crate) devices: Devices,
+    pub(crate) users: PodUsers,
+}
+
+impl Teardown {
+    /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.
+    ///
+    /// # Errors
+    /// A volume or a cgroup is still in use.
+    pub(crate) async fn release(&self, plan: &Arc<PodPlan>, tasks: &BlockingTasks) -> Result<(), Error> {
+        self.release_with(plan, tasks, PodVolumes::tear_down).await?;
+        self.devices.forget(&plan.uid);
+        Ok(())
+    }
+
+    /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay for people to
+    /// inspect. The pod's devices are free as soon as another pod needs them.
+    ///
+    /// # Errors
+    /// A volume or a cgroup is still in use.
+    pub(crate) async fn release_ended(
+        &self,
+        plan: &Arc<PodPlan>,
+        tasks: &BlockingTasks,
+    ) -> Result<(), Error> {
+        self.release_with(plan, tasks, PodVolumes::release).await?;
+        self.users.release(&plan.uid, tasks).await
+    }
+
+    async fn release_with(
+        &self,
+        plan: &Arc<PodPlan>,
+        tasks: &BlockingTasks,
+        of_volumes: fn(&PodVolumes) -> Result<(), beelet_volumes::Error>,
+    ) -> Result<(), Error> {
+        // A cancelled step may still make files and mounts, until it sees that its caller waits no longer.
+        tasks.done().await;
+        self.volumes.unpublish(&plan.uid).await.map_err(Error::of_files)?;
+        let (plan, cgroups) = (Arc::clone(plan), Arc::clone(&self.cgroups));
+        let remove = tasks.run(move || {
+            for path in &plan.cgroups {
+                // Also one that does not exist: a part of it may be left.
+                cgroups.destroy(path)?;
+            }
+            of_volumes(&plan.volumes).map_err(Error::of_files)
+        });
+        remove.await
+    }
+
+    /// Removes the logs of a pod that is gone.
+    ///
+    /// # Errors
+    /// The folder cannot be removed.
+    pub(crate) async fn remove_logs(&self, plan: &Arc<PodPlan>, tasks: &BlockingTasks) -> Result<(), Error> {
+        let plan = Arc::clone(plan);
+        tasks.run(move || remove_folder(&plan.logs).map_err(Error::of_files)).await
+    }
+}

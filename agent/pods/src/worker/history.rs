@@ -1,0 +1,179 @@
+//! The history of a pod's containers that the runtime does not tell: hooks that ran, containers that were
+//! stopped here, and containers that are not what the pod asks for now.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use beelet_model::status::whole_second;
+use beelet_policy::pod::{self, KillReason, Verdicts};
+use beelet_proto::cri;
+use beelet_spec::definition;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+
+use crate::{runtime_view::Observation, status::Waiting};
+
+/// Facts about containers, by the runtime's identifier.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    /// Containers whose postStart hook is done.
+    hooked: BTreeSet<String>,
+    /// Containers whose postStart hook failed.
+    failed_hooks: BTreeSet<String>,
+    /// Containers that ran, and are not what the pod asks for any more.
+    outdated: BTreeMap<String, KillReason>,
+    /// Names of containers whose image or resources have changed since the last look.
+    renewed: BTreeSet<String>,
+    /// The last instances from before such a change. Their crashes do not delay the next instance.
+    previous_instances: BTreeSet<String>,
+    /// Containers that ran at the last look, or were started since.
+    alive: BTreeSet<String>,
+    /// Times since when containers have been stopped.
+    stopped: BTreeMap<String, Timestamp>,
+}
+
+impl History {
+    /// The history of a pod whose hooks are known.
+    pub(super) fn new(hooked: BTreeSet<String>) -> Self {
+        Self { hooked, ..Self::default() }
+    }
+
+    /// Containers whose postStart hook is done.
+    pub(super) fn hooked(&self) -> &BTreeSet<String> {
+        &self.hooked
+    }
+
+    /// Notes the names of containers whose image or resources have changed.
+    pub(super) fn renew(&mut self, names: impl IntoIterator<Item = String>) {
+        self.renewed.extend(names);
+    }
+
+    /// Notes that a container was started.
+    pub(super) fn record_start(&mut self, id: &str) {
+        self.alive.insert(id.to_owned());
+    }
+
+    /// Notes that a container is stopped from now on.
+    pub(super) fn record_stop(&mut self, id: &str) {
+        self.stopped.entry(id.to_owned()).or_insert_with(Timestamp::now);
+    }
+
+    /// Notes the result of a postStart hook. None: the container has no hook.
+    pub(super) fn record_hook(&mut self, id: &str, succeeded: Option<bool>) {
+        match succeeded {
+            Some(true) => drop(self.hooked.insert(id.to_owned())),
+            Some(false) => drop(self.failed_hooks.insert(id.to_owned())),
+            None => {}
+        }
+    }
+
+    /// The verdicts of probes, together with those of the history: results of hooks, and containers without a
+    /// startup probe, which have started as soon as they run.
+    pub(super) fn verdicts(&mut self, pod: &core::Pod, probes: &Verdicts, seen: &Observation) -> Verdicts {
+        self.hooked.retain(|id| seen.containers.contains_key(id));
+        self.stopped.retain(|id, _| seen.containers.contains_key(id));
+        self.failed_hooks.retain(|id| seen.containers.contains_key(id));
+        let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
+        verdicts.condemned.retain(|id, reason| !reason.is_of_probe() || self.may_be_for(id, seen));
+        let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
+        verdicts.condemned.extend(failed);
+        for container in regular(pod).filter(|c| c.startup_probe.is_none()) {
+            verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
+        }
+        self.record_outdated(pod, seen);
+        let before = std::mem::take(&mut self.renewed).into_iter();
+        let newest = before.filter_map(|name| seen.newest(&name).map(|c| c.id.clone()));
+        self.previous_instances.extend(newest);
+        self.previous_instances.retain(|id| seen.containers.contains_key(id));
+        verdicts.hurried.extend(replaced(pod, seen));
+        verdicts.hurried.extend(self.previous_instances.iter().cloned());
+        for (id, reason) in &self.outdated {
+            verdicts.condemned.entry(id.clone()).or_insert(*reason);
+        }
+        verdicts
+    }
+
+    /// Notes the running containers that are not what the pod asks for now. Once a container has ended, that
+    /// can't be found out any more: it may have ended before the change. An init container runs to its end as
+    /// it was made, unless it is a sidecar (`computeInitContainerActions`).
+    fn record_outdated(&mut self, pod: &core::Pod, seen: &Observation) {
+        self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
+        let lasting = pod.spec.iter().flat_map(|s| {
+            s.init_containers.iter().flatten().filter(|init| pod::is_sidecar(init)).chain(&s.containers)
+        });
+        for container in lasting {
+            let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
+            let Some(made) = made.filter(|made| seen.is_running(&made.id)) else { continue };
+            if definition::is_redefined(container, made) {
+                self.outdated.insert(made.id.clone(), KillReason::Redefined);
+            } else if definition::is_resized(container, made) {
+                self.outdated.insert(made.id.clone(), KillReason::Resized);
+            }
+        }
+    }
+
+    /// Returns true if a container runs, or has ended after it was told to: the reason why it was condemned
+    /// may be the reason for its end. A container that ended by itself counts by its exit code, whatever a
+    /// probe said then.
+    pub(super) fn may_be_for(&self, id: &str, seen: &Observation) -> bool {
+        let container = seen.pod.containers.iter().find(|c| c.id == id);
+        match container.map(|c| &c.state) {
+            Some(pod::ContainerState::Exited { finished_at, .. }) => {
+                // A runtime may know the time to the second, or not at all.
+                let is_known = *finished_at != Timestamp::UNIX_EPOCH;
+                let is_exact = finished_at.subsec_nanosecond() != 0;
+                let since = |at: &Timestamp| if is_exact { *at } else { whole_second(*at) };
+                self.stopped.get(id).is_some_and(|at| !is_known || since(at) <= *finished_at)
+            }
+            _ => true,
+        }
+    }
+
+    /// Containers that have ended because they were stopped here.
+    pub(super) fn stopped(&self, seen: &Observation) -> BTreeSet<String> {
+        self.stopped.keys().filter(|id| self.may_be_for(id, seen)).cloned().collect()
+    }
+
+    /// Containers that have ended for one that is as the pod asks for now: they wait for it, and the pod has
+    /// not ended.
+    pub(super) fn waiting<'a>(
+        &'a self,
+        seen: &'a Observation,
+    ) -> impl Iterator<Item = (String, Waiting)> + 'a {
+        let ended = seen.pod.containers.iter().filter(|c| {
+            let newest = seen.newest(&c.name).is_some_and(|newest| newest.id == c.id);
+            newest && self.outdated.contains_key(&c.id) && !seen.is_running(&c.id)
+        });
+        let waiting = || Waiting { reason: "ContainerCreating".to_owned(), message: String::new() };
+        ended.map(move |c| (c.name.clone(), waiting()))
+    }
+
+    /// Containers that ended since the last look. Takes over the containers that run now.
+    pub(super) fn ended_since_last<'a>(
+        &mut self,
+        seen: &'a Observation,
+    ) -> Vec<&'a Arc<cri::ContainerStatus>> {
+        let is_running = |c: &&pod::Container| matches!(c.state, pod::ContainerState::Running { .. });
+        let running = seen.pod.containers.iter().filter(is_running).map(|c| c.id.clone());
+        let before = std::mem::replace(&mut self.alive, running.collect());
+        before.iter().filter_map(|id| seen.containers.get(id)).collect()
+    }
+}
+
+/// The init and main containers of a pod.
+fn regular(pod: &core::Pod) -> impl Iterator<Item = &core::Container> {
+    pod.spec.iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers))
+}
+
+/// Containers that have ended, and whose next instance has another definition: their crashes do not delay it
+/// (the kubelet's back-off is by the container's hash).
+fn replaced(pod: &core::Pod, seen: &Observation) -> Vec<String> {
+    let ended = regular(pod).filter_map(|container| {
+        let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id))?;
+        let replaced = !seen.is_running(&made.id) && definition::is_redefined(container, made);
+        replaced.then(|| made.id.clone())
+    });
+    ended.collect()
+}

@@ -1,0 +1,315 @@
+//! A worker's starts: a sandbox or a container is made once the pod has room and devices, and the objects
+//! that it refers to are known. A container that can't be started waits for its next try, and delays no
+//! other.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_base::{blocking::BlockingTasks, chance::chance, clock::After as _, spans::TARGET};
+use beelet_model::{origin::Origin, table::PodName};
+use beelet_policy::pod::{self, Actions, StartFailure};
+use beelet_spec::cri_config::dns_warnings;
+use beelet_state::events::Object;
+use tokio::{sync::watch, time::Instant};
+use tracing::{Instrument, info, trace_span, warn};
+
+use super::{
+    control::Control,
+    devices::{DeviceGrant, Granted},
+    room,
+};
+use crate::{
+    error::{Error, StartError},
+    plan::PodPlan,
+    runtime_view::{Observation, SandboxDetail},
+    services::StartServices,
+    status::Waiting,
+};
+
+/// A failed try to start a container.
+#[derive(Clone, Debug)]
+struct FailedStart {
+    waiting: Waiting,
+    failure: StartFailure,
+    tries: u32,
+    delay: Duration,
+    retry_at: Instant,
+    /// A need of the container could not be met: another ConfigMap or Secret may be all that is missing.
+    lacks: bool,
+}
+
+impl FailedStart {
+    /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.
+    fn waiting(&self) -> Waiting {
+        let mut waiting = self.waiting.clone();
+        if waiting.reason == "ErrImagePull" && self.tries > 1 {
+            waiting.reason = "ImagePullBackOff".to_owned();
+        }
+        waiting
+    }
+}
+
+/// Starts of a pod's sandboxes and containers.
+pub(super) struct Starts {
+    services: Arc<StartServices>,
+    /// Failed tries, by container.
+    failed: BTreeMap<String, FailedStart>,
+    /// Number of requests to try again at once that were answered.
+    retry_requests: u64,
+    /// Number of changes of objects that were answered.
+    objects: u64,
+    /// Containers that were held back by a restart delay at the last look.
+    backing_off: BTreeSet<String>,
+    devices: DeviceGrant,
+    /// Nothing new is made before the API server has answered for all objects that the pod refers to.
+    held_back: bool,
+}
+
+impl Starts {
+    pub(super) fn new(services: &Arc<StartServices>) -> Self {
+        Self {
+            services: Arc::clone(services),
+            failed: BTreeMap::new(),
+            retry_requests: 0,
+            objects: 0,
+            backing_off: BTreeSet::new(),
+            devices: DeviceGrant::new(services.devices.clone()),
+            held_back: false,
+        }
+    }
+
+    /// Answers requests to try again, and changes of objects. A change gives one try; the pauses between the
+    /// others stay as long as they have become.
+    pub(super) fn answer(&mut self, control: &Control) {
+        if std::mem::replace(&mut self.retry_requests, control.retry_requests) != control.retry_requests {
+            self.failed.clear();
+        }
+        if std::mem::replace(&mut self.objects, control.objects) != control.objects {
+            let lacking = self.failed.values_mut().filter(|failed| failed.lacks);
+            lacking.for_each(|failed| failed.retry_at = Instant::now());
+        }
+    }
+
+    /// Forgets the failed tries of containers that are not to be started any more, and records events of
+    /// containers that are held back from now on.
+    pub(super) fn follow(&mut self, plan: &PodPlan, actions: &Actions) {
+        self.failed.retain(|name, _| actions.start.iter().any(|start| start.name == *name));
+        let (PodName { namespace, name: pod }, uid) = (&plan.name, &plan.uid);
+        for name in actions.backoff.keys().filter(|name| !self.backing_off.contains(*name)) {
+            let message =
+                format!("Back-off restarting failed container {name} in pod {pod}_{namespace}({uid})");
+            let object = Object::container(&plan.pod, name);
+            self.services.reports.events.warning(object, "BackOff", message);
+        }
+        self.backing_off = actions.backoff.keys().cloned().collect();
+    }
+
+    /// Forgets the failed tries of containers for which this is true.
+    pub(super) fn forget(&mut self, is_meant: impl Fn(&str) -> bool) {
+        self.failed.retain(|name, _| !is_meant(name));
+    }
+
+    /// Returns true if a try has failed, and the container is still to be started.
+    pub(super) fn any_failed(&self) -> bool {
+        !self.failed.is_empty()
+    }
+
+    /// Returns true if a container may be tried now.
+    pub(super) fn may_try(&self, name: &str) -> bool {
+        self.failed.get(name).is_none_or(|failed| failed.retry_at <= Instant::now())
+    }
+
+    /// Time of the next try. None while the pod waits for objects, or if no try failed.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        self.failed.values().map(|failed| failed.retry_at).min().filter(|_| !self.held_back)
+    }
+
+    /// Decides whether the pod waits for objects that the API server has yet to answer for. None at the begin
+    /// of a step: a step that fails before this is known again waits for its pause, not for an answer that is
+    /// there.
+    pub(super) fn hold_back(&mut self, plan: Option<&PodPlan>) -> bool {
+        self.held_back = plan.is_some_and(|plan| self.services.pods.waits_for_objects(&plan.pod));
+        self.held_back
+    }
+
+    /// Waits until the pod's objects are known, or its devices have changed, if it waits for them.
+    pub(super) async fn changed(&mut self, plan: &PodPlan) {
+        let Self { services, devices, held_back, .. } = self;
+        let answered = Box::pin(services.pods.objects_answered(&plan.pod));
+        tokio::select! {
+            () = answered, if *held_back => {}
+            () = devices.changed() => {}
+        }
+    }
+
+    /// Waits until the pod has room on the node. Returns false if it was refused: its end is on its way.
+    pub(super) async fn has_room(
+        &self,
+        plan: &PodPlan,
+        control: &watch::Receiver<Control>,
+        actions: &Actions,
+    ) -> bool {
+        if actions.create_sandbox.is_none() && actions.start.is_empty() {
+            return true;
+        }
+        let node = self.services.pods.desired.borrow().node.clone();
+        room::admitted(&self.services.admission, node.as_deref(), plan, control).await
+    }
+
+    /// The pod's devices.
+    pub(super) fn devices(&mut self) -> &mut DeviceGrant {
+        &mut self.devices
+    }
+
+    /// Asks for the pod's devices before anything of it is started.
+    pub(super) async fn have_devices(
+        &mut self,
+        plan: &PodPlan,
+        seen: &Observation,
+        actions: &Actions,
+    ) -> Granted {
+        self.devices.have(plan, seen, actions).await
+    }
+
+    /// Reasons why containers wait, by name.
+    pub(super) fn waiting(&self, plan: &PodPlan, actions: &Actions) -> BTreeMap<String, Waiting> {
+        let (PodName { namespace, name: pod }, uid) = (&plan.name, &plan.uid);
+        let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
+        for (name, backoff) in &actions.backoff {
+            let delay = in_go(backoff.delay);
+            let message =
+                format!("back-off {delay} restarting failed container={name} pod={pod}_{namespace}({uid})");
+            waiting.insert(name.clone(), Waiting { reason: "CrashLoopBackOff".to_owned(), message });
+        }
+        waiting.extend(self.failed.iter().map(|(name, failed)| (name.clone(), failed.waiting())));
+        waiting.extend(self.devices.waiting(plan, actions));
+        waiting
+    }
+
+    /// Makes the pod's sandbox, and records the result as an event. Returns the sandbox's identifier.
+    ///
+    /// # Errors
+    /// A step failed.
+    pub(super) async fn create_sandbox(
+        &self,
+        plan: &Arc<PodPlan>,
+        attempt: u32,
+        tasks: &BlockingTasks,
+    ) -> Result<String, Error> {
+        let StartServices { sandboxes, reports, node, .. } = &*self.services;
+        let object = || Object::pod(&plan.pod);
+        if attempt > 0 {
+            let message = "Pod sandbox changed, it will be killed and re-created.";
+            reports.events.normal(object(), "SandboxChanged", message);
+        }
+        for (reason, message) in dns_warnings(&plan.pod, node) {
+            reports.events.warning(object(), reason, message);
+        }
+        let span = trace_span!(target: TARGET, "sandbox", otel.name = "createSandbox", attempt);
+        let made = sandboxes.create(plan, attempt, tasks).instrument(span).await;
+        reports.metrics.started.pod(made.is_err());
+        if plan.own_users {
+            let (started, failed) = &reports.metrics.user_namespaced;
+            started.inc();
+            failed.inc_by(made.is_err().into());
+        }
+        match &made {
+            Ok(id) => info!(pod = %plan.name, sandbox = id, attempt, "sandbox runs"),
+            Err(error) => {
+                let (reason, message) = sandbox_failure(error, plan);
+                reports.events.warning(object(), reason, message);
+            }
+        }
+        made
+    }
+
+    /// Starts a container. A failure is recorded, and the container waits for its next try. Returns the
+    /// container's identifier.
+    pub(super) async fn start_container(
+        &mut self,
+        plan: &Arc<PodPlan>,
+        looked: (&SandboxDetail, &Observation),
+        start: &pod::Start,
+        tasks: &BlockingTasks,
+    ) -> Option<String> {
+        let (name, attempt) = (&start.name, start.attempt);
+        info!(pod = %plan.name, container = name, attempt, "container is asked for");
+        let span = trace_span!(
+            target: TARGET, "container", otel.name = "startContainer", k8s.container.name = name,
+            attempt,
+        );
+        let started = self.services.containers.start(plan, looked, start, tasks).instrument(span).await;
+        self.services.reports.metrics.started.container(&plan.pod, name, &started);
+        match started {
+            Ok(id) => {
+                self.failed.remove(name);
+                info!(pod = %plan.name, container = name, id, attempt, "container runs");
+                Some(id)
+            }
+            Err(error) => {
+                self.record_failure(plan, name, &error);
+                None
+            }
+        }
+    }
+
+    fn record_failure(&mut self, plan: &PodPlan, name: &str, error: &StartError) {
+        let failure = error.failure();
+        let before = self.failed.get(name);
+        let same = before.filter(|before| before.failure == failure);
+        let delay = pod::start_pause(failure, same.map(|before| before.delay), chance());
+        let tries = before.map_or(0, |before| before.tries) + 1;
+        warn!(pod = %plan.name, container = name, reason = error.reason(), %error,
+            retry_in_seconds = delay.as_secs(), "container could not be started");
+        let waiting = Waiting { reason: error.reason().to_owned(), message: error.to_string() };
+        let message = format!("Error: {}: {}", waiting.reason, waiting.message);
+        self.services.reports.events.warning(Object::container(&plan.pod, name), "Failed", message);
+        let (retry_at, lacks) = (Instant::now().after(delay), matches!(error, StartError::Config(_)));
+        let failed = FailedStart { waiting, failure, tries, delay, retry_at, lacks };
+        self.failed.insert(name.to_owned(), failed);
+    }
+}
+
+/// Reason and message of the event for a sandbox that could not be made.
+fn sandbox_failure(error: &Error, plan: &PodPlan) -> (&'static str, String) {
+    let is_api = Origin::of(&plan.pod).is_api();
+    match error {
+        Error::UnseenMount { volume, why } => {
+            ("FailedMount", format!("MountVolume.SetUp failed for volume {volume:?} : {why}"))
+        }
+        Error::Volume { volume, why } if is_api => {
+            ("FailedMount", format!("MountVolume.SetUp failed for volume {volume:?} : {why}"))
+        }
+        Error::Unprepared(_) => {
+            ("FailedPrepareDynamicResources", format!("Failed to prepare dynamic resources: {error}"))
+        }
+        Error::Claims { .. } => ("FailedMount", format!("Unable to attach or mount volumes: {error}")),
+        _ => ("FailedCreatePodSandBox", format!("Failed to create pod sandbox: {error}")),
+    }
+}
+
+/// A duration of whole seconds as Go writes it, and so the kubelet: `10s`, `1m20s`, `5m0s`.
+fn in_go(duration: Duration) -> String {
+    match (duration.as_secs() / 60, duration.as_secs() % 60) {
+        (0, seconds) => format!("{seconds}s"),
+        (minutes, seconds) => format!("{minutes}m{seconds}s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_written_as_the_kubelet_does() {
+        let check = |seconds, text: &str| assert_eq!(in_go(Duration::from_secs(seconds)), text);
+        check(0, "0s");
+        check(10, "10s");
+        check(60, "1m0s");
+        check(160, "2m40s");
+        check(300, "5m0s");
+    }
+}
