@@ -42,7 +42,7 @@ impl Sandboxes {
     /// Makes everything that the pod's sandbox needs, and runs the sandbox. Returns the sandbox's identifier.
     ///
     /// # Errors
-    /// A step failed: its error tells which.
+    /// A step failed: its error names the step.
     pub(crate) async fn create(
         &self,
         plan: &Arc<PodPlan>,

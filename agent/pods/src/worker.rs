@@ -3,7 +3,7 @@
 //! steps.
 //!
 //! [`Looks`] has the state of its looks, [`History`] the facts about containers that the runtime does not
-//! tell, [`Starts`] the starts and their failures, [`Stops`] the stops with their hooks, [`Ending`] the end
+//! report, [`Starts`] the starts and their failures, [`Stops`] the stops with their hooks, [`Ending`] the end
 //! of the pod.
 
 use std::{
@@ -169,7 +169,7 @@ impl Worker {
         loop {
             let control = self.control.borrow_and_update().clone();
             if let Some(pod) = control.updated.as_ref().filter(|_| control.is_newer_than(&self.plan.pod)) {
-                self.take_over(pod);
+                self.update_plan(pod);
                 purpose = metrics::Purpose::Update;
             }
             let own = self.plan.grace;
@@ -232,7 +232,7 @@ impl Worker {
 
     /// Takes over the pod as it is now, for containers that start from now on. The containers that run are
     /// changed by the keeper of the QoS tree.
-    fn take_over(&mut self, pod: &Arc<core::Pod>) {
+    fn update_plan(&mut self, pod: &Arc<core::Pod>) {
         let (of_image, of_any) = definition::renewed(&self.plan.pod, pod);
         self.starts.forget(|name| of_image.iter().any(|changed| changed == name));
         self.history.renew(of_any);
@@ -258,7 +258,7 @@ impl Worker {
     /// Looks once, decides once, and acts.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, Error> {
         self.starts.hold_back(None);
-        let seen = self.looks.look(control).await?;
+        let seen = self.looks.observe(control).await?;
         self.starts.answer(control);
         let verdicts = self.history.verdicts(&self.plan.pod, &control.verdicts, &seen);
         let ended = self.history.ended_since_last(&seen);
@@ -271,7 +271,7 @@ impl Worker {
             actions.release = actions.stop_sandboxes.is_empty();
         }
         if actions.outcome.is_some() && self.ending.has_claims(&self.plan) {
-            return self.give_back_claims(&actions, &seen).await;
+            return self.release_claims(&actions, &seen).await;
         }
         self.starts.devices().release_ended(&self.plan, &seen);
         self.starts.follow(&self.plan, &actions);
@@ -307,7 +307,7 @@ impl Worker {
             // The pod was let in with other amounts than those of this plan.
             return Ok(Some(Step::Done));
         }
-        if let Granted::No(until) = self.starts.have_devices(&self.plan, seen, &actions).await {
+        if let Granted::No(until) = self.starts.devices().have(&self.plan, seen, &actions).await {
             if !self.report(seen, &actions, Stage::Here).await {
                 return Ok(None);
             }
@@ -328,7 +328,7 @@ impl Worker {
 
     /// A pod that has ended reports the ends of its containers, and gives back its claims. Only the next look
     /// reports its phase: a driver may be away for long.
-    async fn give_back_claims(
+    async fn release_claims(
         &self,
         actions: &Actions,
         seen: &Arc<Observation>,
@@ -410,7 +410,7 @@ impl Worker {
     /// left of it.
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
         self.starts.hold_back(None);
-        let seen = self.looks.look_at_end().await?;
+        let seen = self.looks.observe_at_end().await?;
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
         // With its containers removed a pod would look as if it had never run: its last states stand.

@@ -1,4 +1,4 @@
-//! Which pods may hold devices, and how those devices are.
+//! Changes of the health of devices that pods hold.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -6,17 +6,17 @@ use beelet_devices::NodeDevices;
 use beelet_dra::Dra;
 use tokio::sync::watch;
 
-use super::Manager;
+use super::pods::Pods;
 use crate::deps::DeviceDeps;
 
-/// What is told of devices.
+/// Changes of devices.
 #[derive(Debug)]
 pub(super) struct DeviceNews {
-    /// What the node has of them by plugins.
+    /// Devices of plugins.
     node: watch::Receiver<Arc<NodeDevices>>,
-    /// The last change of their health that was told.
+    /// Number of the last change of their health.
     health: u64,
-    /// Those that pods have by claims.
+    /// Devices of claims.
     claimed: Dra,
 }
 
@@ -42,32 +42,11 @@ impl DeviceNews {
     }
 }
 
-impl Manager {
-    /// Tells who may hold devices: every pod of which anything may run, and those in the runtime that are
-    /// left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
-    pub(super) fn publish_active(&mut self) {
-        if !std::mem::take(&mut self.due.active) {
-            return;
-        }
-        let known = self.runtime.as_ref().filter(|_| !self.parts.desired.borrow().is_incomplete());
-        let active = known.map(|in_runtime| {
-            let left_alone = in_runtime.keys().filter(|uid| !self.pods.contains_key(*uid));
-            self.totals.active().iter().chain(left_alone).cloned().collect::<BTreeSet<String>>()
-        });
-        self.parts.active.send_if_modified(|published| {
-            if published.as_deref() == active.as_ref() {
-                return false;
-            }
-            *published = active.map(Arc::new);
-            true
-        });
-    }
-
-    /// Devices have become healthy or unhealthy: the statuses of those who hold them say so.
-    pub(super) fn on_devices(&mut self, pods: Option<BTreeSet<String>>) {
-        let holders = || self.parts.deps.devices.plugins.holders().into_iter().collect();
-        for uid in pods.unwrap_or_else(holders) {
-            self.publish(&uid);
-        }
+/// Publishes the statuses of the pods whose devices have become healthy or unhealthy: these pods, or without
+/// them all that hold devices of plugins.
+pub(super) fn on_devices(pods: &mut Pods, changed: Option<BTreeSet<String>>) {
+    let holders = || pods.deps.devices.plugins.holders().into_iter().collect();
+    for uid in changed.unwrap_or_else(holders) {
+        pods.publish(&uid);
     }
 }

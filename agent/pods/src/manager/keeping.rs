@@ -1,27 +1,25 @@
-//! What is kept of a pod itself for an agent after this one.
+//! The record of a pod itself for an agent after this one.
 
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1 as core;
 
-use super::{Managed, hash_of, manifest_of};
+use super::managed::{Managed, hash_of, manifest_of};
 use beelet_model::{origin::Origin, request::RuntimePod, table::PodName};
 use beelet_spec::resize;
 
-impl Managed {
-    /// Keeps as much of the pod as takes it away again, and its amounts. A digest of all of it is among that,
-    /// and the pod changes less often than its status.
-    pub(super) fn keep_pod(&mut self) {
-        if self.kept_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &self.pod)) {
-            return;
-        }
-        self.kept.origin = runtime_pod(&self.pod);
-        self.kept.accepted = Some(resize::Accepted::of(&self.pod));
-        self.kept_of = Some(Arc::clone(&self.pod));
+/// Updates the record with the parts of the pod that its removal needs, a digest of the whole pod, and its
+/// amounts. The pod changes less often than its status.
+pub(super) fn update_record(managed: &mut Managed) {
+    if managed.record_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &managed.pod)) {
+        return;
     }
+    managed.record.origin = runtime_pod(&managed.pod);
+    managed.record.accepted = Some(resize::Accepted::of(&managed.pod));
+    managed.record_of = Some(Arc::clone(&managed.pod));
 }
 
-/// As much of a pod as takes it away again.
+/// The parts of a pod that its removal needs.
 pub(super) fn runtime_pod(pod: &core::Pod) -> RuntimePod {
     RuntimePod {
         name: PodName::of(pod),

@@ -6,8 +6,12 @@ use beelet_policy::pod::UNKNOWN_EXIT;
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
 
-use super::{Control, PodRecord, Terminate, assigned::Deletion};
-use crate::runtime_view::Network;
+use super::deletion::Deletion;
+use crate::{
+    records::PodRecord,
+    runtime_view::Network,
+    worker::{Control, Terminate},
+};
 use beelet_model::status::has_ended;
 
 /// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that

@@ -1,4 +1,4 @@
-//! The history of a pod's containers that the runtime does not tell: hooks that ran, containers that were
+//! The history of a pod's containers that the runtime does not report: hooks that ran, containers that were
 //! stopped here, and containers that are not what the pod asks for now.
 
 use std::{

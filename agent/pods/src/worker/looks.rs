@@ -58,7 +58,7 @@ impl Looks {
     ///
     /// # Errors
     /// The runtime gives no answer.
-    pub(super) async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
+    pub(super) async fn observe(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
         let last = self.last.take().filter(|(_, changes)| *changes == control.changes);
         let seen = match last {
             Some((last, _)) => last,
@@ -94,7 +94,7 @@ impl Looks {
     ///
     /// # Errors
     /// The runtime gives no answer.
-    pub(super) async fn look_at_end(&mut self) -> Result<Arc<Observation>, Error> {
+    pub(super) async fn observe_at_end(&mut self) -> Result<Arc<Observation>, Error> {
         self.changed_at = Instant::now();
         (self.last, self.expected) = (None, None);
         Ok(Arc::new(self.services.calls.observe(self.observer.observe()).await?))

@@ -16,11 +16,7 @@ use beelet_state::events::Object;
 use tokio::{sync::watch, time::Instant};
 use tracing::{Instrument, info, trace_span, warn};
 
-use super::{
-    control::Control,
-    devices::{DeviceGrant, Granted},
-    room,
-};
+use super::{control::Control, devices::DeviceGrant, room};
 use crate::{
     error::{Error, StartError},
     plan::PodPlan,
@@ -162,16 +158,6 @@ impl Starts {
     /// The pod's devices.
     pub(super) fn devices(&mut self) -> &mut DeviceGrant {
         &mut self.devices
-    }
-
-    /// Asks for the pod's devices before anything of it is started.
-    pub(super) async fn have_devices(
-        &mut self,
-        plan: &PodPlan,
-        seen: &Observation,
-        actions: &Actions,
-    ) -> Granted {
-        self.devices.have(plan, seen, actions).await
     }
 
     /// Reasons why containers wait, by name.

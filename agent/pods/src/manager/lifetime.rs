@@ -1,0 +1,47 @@
+//! The lifetime of a pod, for its deadline.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::time::Instant;
+
+/// The time since when a pod has been active. The status has it by the wall clock, which may be set; after
+/// the first look at the status the time is measured by a timer.
+#[derive(Debug)]
+pub(super) struct Lifetime {
+    pub(super) start: Timestamp,
+    seen: Instant,
+    /// Age at the first look.
+    age: Duration,
+}
+
+impl Lifetime {
+    /// The lifetime of a pod that started then, and is seen now.
+    pub(super) fn new(start: Timestamp, now: Timestamp) -> Self {
+        let age = Duration::try_from(now.duration_since(start)).unwrap_or(Duration::ZERO);
+        Self { start, seen: Instant::now(), age }
+    }
+
+    /// The end of a pod that may be active for this time; None if that is never.
+    pub(super) fn end(&self, limit: Duration) -> Option<Instant> {
+        self.seen.checked_add(limit.saturating_sub(self.age))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_deadline_counts_from_the_start_and_never_by_a_clock_that_was_set_back() {
+        let start = Timestamp::from_second(1_700_000_000).unwrap();
+        let (second, now) = (Duration::from_secs(1), Instant::now());
+        let end = |ago: i64, limit: Duration| {
+            Lifetime::new(start, Timestamp::from_second(1_700_000_000 + ago).unwrap()).end(limit)
+        };
+        assert_eq!(end(20, 60 * second), Some(now + 40 * second));
+        assert_eq!(end(90, 60 * second), Some(now));
+        assert_eq!(end(-3600, 60 * second), Some(now + 60 * second));
+        assert_eq!(end(0, Duration::MAX), None);
+    }
+}

@@ -1,0 +1,313 @@
+//! Makes workers fit the desired pods: starts the missing, terminates the others.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use beelet_model::{
+    desired::Desired,
+    objects::Objects,
+    origin::Origin,
+    request::{Listed, RuntimePod},
+    status::{has_ended, whole_second},
+    table::PodName,
+};
+use beelet_spec::resize::{self, ResizeFacts};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::core::v1 as core,
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+};
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+use super::{
+    Manager, assigned, debugging, deleting,
+    deletion::Deletion,
+    failing,
+    keeping::runtime_pod,
+    managed::{Managed, hash_of, manifest_of, manifest_restores},
+    pods::Pods,
+    resizing,
+    resuming::{self, control_of, next_counts},
+};
+use crate::{
+    records::PodRecord,
+    runtime_view::Foreknown,
+    worker::{Control, Terminate, Worker},
+};
+
+impl Manager {
+    /// Makes workers fit what is desired: starts the missing, terminates the others.
+    pub(super) fn reconcile(&mut self) {
+        let desired = Arc::clone(&self.desired.borrow_and_update());
+        self.pods.due.active = true;
+        self.pods.publish_rejected(&desired);
+        self.notify_of_objects(&desired);
+        // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
+        let Some(in_runtime) = self.runtime.clone() else { return };
+        let wanted = identified(&self.pods, &desired, &in_runtime);
+        for uid in self.pods.by_uid.keys().cloned().collect::<Vec<_>>() {
+            keep_or_terminate(&mut self.pods, &uid, wanted.get(&uid), &desired);
+        }
+        // Those that run have their room before any new one asks for some.
+        wanted.iter().for_each(|(uid, pod)| adopt(&self.pods, &self.present, uid, pod));
+        for (uid, orphan) in in_runtime.iter() {
+            // A UID may be written in the manifest, and stay when the rest changes.
+            let is_wanted = wanted.get(uid).is_some_and(|pod| {
+                Origin::of(pod).is_api()
+                    || orphan.hash.is_none()
+                    || orphan.hash == hash_of(pod)
+                    || orphan.shape == Some(resize::shape(pod))
+            });
+            let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
+            // One whose termination an earlier instance of the agent began goes, whatever is wanted now.
+            let is_leaving = self.pods.records.is_leaving(uid);
+            if self.pods.by_uid.contains_key(uid) || !is_leaving && (is_wanted || !may_remove) {
+                continue;
+            }
+            if is_leaving {
+                info!(pod = %orphan.name, uid, "the termination of a pod goes on that an earlier agent began");
+            } else {
+                info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
+                self.pods.deps.reports.metrics.orphaned();
+            }
+            self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
+        }
+        self.spawn_missing(wanted, &in_runtime);
+        deleting::publish_successors(&mut self.pods, &desired);
+        // After those that run already have their room, and before new ones ask for some.
+        self.pods.due.resizes = true;
+    }
+
+    /// Wakes the workers of pods that may have waited for an object which has changed. All others are left
+    /// alone: in a cluster some Service or token changes all the time, and each worker that wakes is work.
+    fn notify_of_objects(&mut self, desired: &Desired) {
+        if Objects::are_same(&self.objects, &desired.objects) {
+            return;
+        }
+        let before = std::mem::replace(&mut self.objects, Arc::clone(&desired.objects));
+        for managed in self.pods.by_uid.values() {
+            if managed.record.failure.is_some() || managed.terminating() || managed.is_over() {
+                continue;
+            }
+            let concerned = !before.are_same_for(&desired.objects, &managed.pod);
+            managed.control.send_if_modified(|c| {
+                c.objects += u64::from(concerned);
+                concerned || managed.is_pending()
+            });
+        }
+    }
+
+    /// Starts workers of wanted pods that have none.
+    fn spawn_missing(
+        &mut self,
+        mut wanted: BTreeMap<String, Arc<core::Pod>>,
+        in_runtime: &BTreeMap<String, RuntimePod>,
+    ) {
+        wanted.retain(|uid, _| !self.pods.by_uid.contains_key(uid));
+        if wanted.is_empty() {
+            return;
+        }
+        let mut names: BTreeSet<PodName> =
+            self.pods.by_uid.values().map(|managed| managed.name.clone()).collect();
+        let left_alone = in_runtime.iter().filter(|(uid, _)| !self.pods.by_uid.contains_key(*uid));
+        let left_alone: Vec<(&PodName, &String)> = left_alone.map(|(uid, seen)| (&seen.name, uid)).collect();
+        let mut by_name: BTreeMap<&PodName, Vec<&String>> = BTreeMap::new();
+        left_alone.into_iter().for_each(|(name, uid)| by_name.entry(name).or_default().push(uid));
+        for (uid, pod) in wanted {
+            let name = PodName::of(&pod);
+            // Of two pods of one name the old one must be gone first: they may share ports and files.
+            if names.contains(&name) {
+                continue;
+            }
+            if by_name.get(&name).is_some_and(|uids| uids.iter().any(|other| **other != uid)) {
+                warn!(pod = %name, uid, "pod must wait: one of its name runs here, from a manifest that can't be read");
+                continue;
+            }
+            info!(pod = %name, uid, "pod is managed from now on");
+            if self.gone.contains_key(&uid) {
+                self.pods.deps.reports.metrics.restarted(!Origin::of(&pod).is_api());
+            }
+            self.spawn(pod, false);
+            names.insert(name);
+        }
+    }
+
+    fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let (record, retry) = failing::remembered(&self.pods.records, &uid, Origin::of(&pod));
+        let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
+        kept.abandoned &= terminate;
+        let is_static = !Origin::of(&pod).is_api();
+        kept.leaving = (terminate && is_static).then(|| kept.leaving.unwrap_or_default());
+        let left = self.left.remove(&uid);
+        let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
+        let wanted = debugging::with_debuggers(pod, &kept.debuggers);
+        let assigned = Origin::of(&wanted).is_api().then(|| Arc::clone(&wanted));
+        let pod = resizing::as_accepted(&wanted, kept.accepted.as_ref());
+        if kept.status.is_none() {
+            // What has ended by the API server's word never runs again, whatever was forgotten here.
+            kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
+        }
+        let mut deletion = assigned.as_deref().and_then(Deletion::of);
+        if let (Some(deletion), Some(failure)) = (&mut deletion, &kept.failure) {
+            (deletion.stopped, deletion.cleared) = (failure.has_stopped(), failure.cleared);
+        }
+        admit_leaving(&self.pods, &uid, &pod, deletion.as_ref(), terminate);
+        let control = Control {
+            terminate: terminate.then(|| Terminate { grace: kept.leaving.and_then(|leaving| leaving.grace) }),
+            ..control_of(&kept, deletion.as_ref(), counts, beelet_model::pod::grace_period(&pod))
+        };
+        let (control, signal) = watch::channel(control);
+        // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
+        let is_new = self.runtime.as_ref().is_some_and(|runtime| !runtime.contains_key(&uid));
+        let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
+        let network = resuming::network_of(&kept, &pod);
+        let known = Foreknown { listed, processes: kept.processes.clone(), network };
+        let (services, reports) = (Arc::clone(&self.services), self.reports_out.clone());
+        let worker = Worker::supervised(services, Arc::clone(&pod), signal, reports, known);
+        let managed = Managed {
+            name: PodName::of(&pod),
+            pod,
+            control,
+            task: tokio::spawn(worker),
+            seen: None,
+            waiting: BTreeMap::new(),
+            record: kept,
+            record_of: None,
+            oom_events: BTreeMap::new(),
+            lifetime: None,
+            retry,
+            deletion,
+            assigned,
+            resize: ResizeFacts::default(),
+            wanted: None,
+            manifest_restores: manifest_restores(&self.desired.borrow(), &uid),
+            asked_grace: None,
+            successor: None,
+        };
+        let is_known = managed.record.status.is_some();
+        let may_run = self.runtime.as_ref().is_some_and(|runtime| runtime.contains_key(&uid));
+        if !is_known && !may_run && !terminate {
+            self.pods.deps.reports.metrics.startup.begin(&managed.name, &uid);
+        }
+        self.pods.by_uid.insert(uid.clone(), managed);
+        resizing::ask_for_amounts(&mut self.pods, &uid, &wanted);
+        self.pods.record_share(&uid);
+        self.pods.due.active = true;
+        // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
+        if is_known || !may_run {
+            self.pods.publish(&uid);
+        }
+    }
+}
+
+/// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may
+/// change while it runs is that pod.
+fn identified(
+    pods: &Pods,
+    desired: &Desired,
+    in_runtime: &BTreeMap<String, RuntimePod>,
+) -> BTreeMap<String, Arc<core::Pod>> {
+    let identify = |pod: &Arc<core::Pod>| {
+        let uid = pod.metadata.uid.clone()?;
+        let is_known = pods.by_uid.contains_key(&uid) || in_runtime.contains_key(&uid);
+        if is_known || Origin::of(pod).is_api() {
+            return Some((uid, Arc::clone(pod)));
+        }
+        let (name, shape) = (PodName::of(pod), resize::shape(pod));
+        let mut managed = pods.by_uid.iter().filter(|(_, m)| m.name == name && m.may_resize());
+        let running = managed.find(|(_, m)| resize::shape(&m.pod) == shape).map(|(uid, _)| uid);
+        let mut seen = in_runtime.iter().filter(|(uid, _)| !pods.by_uid.contains_key(*uid));
+        let known = running.or_else(|| {
+            seen.find(|(_, seen)| seen.name == name && seen.shape.as_ref() == Some(&shape))
+                .map(|(uid, _)| uid)
+        });
+        let Some(known) = known else { return Some((uid, Arc::clone(pod))) };
+        let mut resized = (**pod).clone();
+        resized.metadata.uid = Some(known.clone());
+        Some((known.clone(), Arc::new(resized)))
+    };
+    desired.pods.values().filter_map(identify).collect()
+}
+
+/// Terminates a pod that isn't wanted any more, or not as it is.
+fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
+    if let Some(pod) = wanted.filter(|pod| Origin::of(pod).is_api()) {
+        assigned::follow_assigned(pods, uid, pod);
+        return;
+    }
+    let Some(managed) = pods.by_uid.get_mut(uid) else { return };
+    if wanted.is_some() && manifest_restores(desired, uid) > managed.manifest_restores {
+        info!(pod = %managed.name, uid, "the pod's manifest was deleted and put back");
+        deleting::terminate(pods, uid);
+        return;
+    }
+    let same = |pod: &&Arc<core::Pod>| {
+        hash_of(pod) == hash_of(&managed.pod)
+            || managed.may_resize() && resize::shape(pod) == resize::shape(&managed.pod)
+    };
+    match wanted.filter(same).map(|pod| debugging::with_debuggers(Arc::clone(pod), &managed.record.debuggers))
+    {
+        // The same manifest; what comes from elsewhere, its priority, may be new.
+        Some(pod) if !managed.terminating() && managed.pod != pod => {
+            if hash_of(&pod) == hash_of(&managed.pod) {
+                resizing::want_nothing(managed);
+                managed.pod = pod;
+            } else {
+                resizing::want(managed, pod);
+            }
+            pods.publish(uid);
+        }
+        Some(_) if resizing::want_nothing(managed) => pods.publish(uid),
+        Some(_) => {}
+        None if desired.may_remove_of(managed.origin(), uid, manifest_of(&managed.pod).as_deref()) => {
+            deleting::terminate(pods, uid);
+        }
+        None => {}
+    }
+}
+
+/// A pod that an earlier instance of the agent let in is not asked again, whatever the node is like now.
+fn adopt(pods: &Pods, present: &BTreeSet<String>, uid: &str, pod: &Arc<core::Pod>) {
+    if !present.contains(uid) || pods.by_uid.contains_key(uid) {
+        return;
+    }
+    let record = pods.records.get(uid);
+    if record.as_ref().is_none_or(|record| record.failure.is_none() && record.leaving.is_none()) {
+        let accepted = record.and_then(|record| record.accepted);
+        pods.deps.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
+    }
+}
+
+/// Notifies admission of a pod that is terminating when it is first seen.
+fn admit_leaving(pods: &Pods, uid: &str, pod: &Arc<core::Pod>, deletion: Option<&Deletion>, terminate: bool) {
+    let admission = &pods.deps.admission;
+    if let Some(deletion) = deletion {
+        admission.leaving(uid, deletion.grace);
+    }
+    if terminate {
+        admission.adopt(pod);
+        admission.leaving(uid, beelet_model::pod::grace_period(pod));
+    }
+}
+
+/// As much of a pod as its termination needs.
+fn pod_of_orphan(uid: &str, orphan: &RuntimePod) -> core::Pod {
+    core::Pod {
+        metadata: ObjectMeta {
+            name: Some(orphan.name.name.clone()),
+            namespace: Some(orphan.name.namespace.clone()),
+            uid: Some(uid.to_owned()),
+            deletion_timestamp: Some(Time(whole_second(Timestamp::now()))),
+            ..Default::default()
+        },
+        spec: Some(core::PodSpec {
+            termination_grace_period_seconds: i64::try_from(orphan.grace.as_secs()).ok(),
+            ..Default::default()
+        }),
+        status: None,
+    }
+}
