@@ -1,0 +1,321 @@
+//! The statuses of containers, also of those that the runtime has lost or forgotten.
+
+use std::sync::Arc;
+
+use beelet_model::{
+    origin::Origin,
+    pod::container_of,
+    status::{runtime_id, timestamp, whole_second},
+};
+use beelet_policy::pod;
+use beelet_proto::cri;
+use beelet_spec::{resize, signals};
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+
+use super::{Inputs, Role, Waiting};
+
+/// Reason of a container that waits because all containers of its pod are restarted; the kubelet's.
+const RESTARTING_ALL: &str = "RestartingAllContainers";
+/// Message for an init container that the runtime has forgotten; the kubelet's words.
+pub(super) const FORGOTTEN: &str = "Unable to get init container status from container runtime and pod has been initialized, treat it as \
+                         exited normally";
+
+/// The status of one container. `may_run` is false while init containers hold the container back, and for
+/// init containers themselves.
+pub(super) fn container(
+    inputs: &Inputs<'_>,
+    spec: &core::Container,
+    role: Role,
+    may_run: bool,
+) -> core::ContainerStatus {
+    let newest = inputs.seen.newest(&spec.name);
+    if newest.is_none()
+        && inputs.failure.is_some()
+        && let Some(last) = last_known(inputs, &spec.name)
+    {
+        return last;
+    }
+    if newest.is_none()
+        && matches!(role, Role::Init)
+        && inputs.begun(inputs.pod.spec.iter().flat_map(|pod| &pod.containers))
+    {
+        return forgotten(inputs, spec);
+    }
+    if newest.is_none()
+        && let Some(lost) = lost(inputs, spec, role, may_run)
+    {
+        return lost;
+    }
+    let runtime = newest.and_then(|c| inputs.seen.containers.get(&c.id)).map(Arc::as_ref);
+    let started = newest.is_some_and(|c| inputs.started(spec, c));
+    let ready = newest.is_some_and(|c| match role {
+        // Its readiness is that it has done its part.
+        Role::Init => {
+            matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }) && !inputs.is_past(c)
+        }
+        Role::Running => inputs.ready(spec, c),
+        Role::Ephemeral => false,
+    });
+    let (state, last_state) = states(inputs, spec, newest, may_run);
+    let image = runtime.and_then(|r| r.image.as_ref()).map(|i| {
+        if i.user_specified_image.is_empty() { i.image.clone() } else { i.user_specified_image.clone() }
+    });
+    core::ContainerStatus {
+        name: spec.name.clone(),
+        container_id: newest.map(|c| inputs.container_id(&c.id)),
+        image: image.or_else(|| spec.image.clone()).unwrap_or_default(),
+        image_id: runtime.map(|r| r.image_ref.clone()).unwrap_or_default(),
+        ready,
+        started: (!matches!(role, Role::Ephemeral)).then_some(started),
+        restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
+        resources: newest.and_then(|c| in_force(inputs, c)).or_else(|| resize::amounts(spec)),
+        allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
+        stop_signal: runtime.and_then(|status| signals::name(status.stop_signal())),
+        user: runtime.and_then(|status| status.user.as_ref()?.linux.as_ref()).map(user),
+        volume_mounts: volume_mounts(spec, runtime),
+        state: Some(state),
+        last_state,
+        ..Default::default()
+    }
+}
+
+/// The amounts that were in force at the last look at the same running container: they are until the cgroups
+/// say otherwise, whatever the manifest says by now.
+fn in_force(inputs: &Inputs<'_>, container: &pod::Container) -> Option<core::ResourceRequirements> {
+    if !matches!(container.state, pod::ContainerState::Running { .. }) {
+        return None;
+    }
+    let (previous, id) = (inputs.previous?, inputs.container_id(&container.id));
+    let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+    let same = |status: &&core::ContainerStatus| {
+        let ran = status.state.as_ref().is_some_and(|state| state.running.is_some());
+        ran && status.container_id.as_ref() == Some(&id)
+    };
+    all.into_iter().find(same)?.resources.clone()
+}
+
+/// The last known status of a container whose records the runtime no longer has. A container that was last
+/// seen running has ended in an unknown way, under the kubelet's word for that.
+fn last_known(inputs: &Inputs<'_>, name: &str) -> Option<core::ContainerStatus> {
+    let previous = inputs.previous?;
+    let usual = previous.init_container_statuses.iter().chain(&previous.container_statuses);
+    let all = usual.chain(&previous.ephemeral_container_statuses).flatten();
+    let mut last = all.into_iter().find(|status| status.name == name)?.clone();
+    end_unknown(inputs, &mut last);
+    (last.ready, last.started) = (false, last.started.and(Some(false)));
+    Some(last)
+}
+
+/// Ends the status of a container that was last seen running, and is not there any more.
+pub(super) fn end_unknown(inputs: &Inputs<'_>, last: &mut core::ContainerStatus) {
+    let Some(running) = last.state.as_mut().and_then(|state| state.running.take()) else { return };
+    last.state = Some(core::ContainerState {
+        terminated: Some(core::ContainerStateTerminated {
+            container_id: last.container_id.clone(),
+            exit_code: 137,
+            finished_at: Some(Time(whole_second(inputs.now))),
+            started_at: running.started_at,
+            reason: Some("ContainerStatusUnknown".to_owned()),
+            message: Some("The container could not be located when the pod was terminated".to_owned()),
+            signal: None,
+        }),
+        ..Default::default()
+    });
+}
+
+/// The status of a container that the runtime has lost after the container ran: it has ended in an unknown
+/// way, and the next instance counts as a restart (convertToAPIContainerStatuses).
+fn lost(
+    inputs: &Inputs<'_>,
+    spec: &core::Container,
+    role: Role,
+    may_run: bool,
+) -> Option<core::ContainerStatus> {
+    let code = *inputs.last_codes.get(&spec.name)?;
+    if matches!(role, Role::Init) && code == 0 {
+        return None; // it runs again with the pod's next sandbox, or is forgotten
+    }
+    let mut status = last_known(inputs, &spec.name)?;
+    if ran(inputs, &spec.name) && inputs.pod.metadata.deletion_timestamp.is_none() {
+        status.restart_count = status.restart_count.saturating_add(1);
+    }
+    if inputs.restarts(spec, role, code) {
+        if status.state.as_ref().is_some_and(|state| state.terminated.is_some()) {
+            status.last_state = status.state.take();
+        }
+        let fallback = if may_run { "ContainerCreating" } else { "PodInitializing" };
+        let default = Waiting { reason: fallback.to_owned(), message: String::new() };
+        status.state = Some(waiting_state(inputs.waiting.get(&spec.name).unwrap_or(&default)));
+    }
+    status.container_id = None;
+    Some(status)
+}
+
+/// Returns true if a container ran when its pod's status was last made.
+fn ran(inputs: &Inputs<'_>, name: &str) -> bool {
+    let status = inputs.previous.into_iter();
+    let all = status.flat_map(|s| s.init_container_statuses.iter().chain(&s.container_statuses).flatten());
+    let mut of_name = all.filter(|status| status.name == name);
+    of_name.any(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()))
+}
+
+/// The status of an init container that the runtime has forgotten after the container had done its part. The
+/// status of a static pod, which the kubelet does not keep, has nothing else (convertToAPIContainerStatuses).
+fn forgotten(inputs: &Inputs<'_>, spec: &core::Container) -> core::ContainerStatus {
+    let last = last_known(inputs, &spec.name);
+    let last = last.filter(|last| last.state.as_ref().is_some_and(|state| state.terminated.is_some()));
+    let is_kept = last.is_some() && Origin::of(inputs.pod).is_api();
+    let mut status = last.unwrap_or_else(|| core::ContainerStatus {
+        name: spec.name.clone(),
+        image: spec.image.clone().unwrap_or_default(),
+        ..Default::default()
+    });
+    (status.ready, status.started) = (true, Some(false));
+    if !is_kept {
+        let state = status.state.get_or_insert_default();
+        state.waiting = None;
+        let terminated = state.terminated.get_or_insert_default();
+        terminated.exit_code = 0;
+        terminated.reason = Some("Completed".to_owned());
+        terminated.message = Some(FORGOTTEN.to_owned());
+    }
+    status
+}
+
+/// The container's state, and the state before it if that has an end.
+fn states(
+    inputs: &Inputs<'_>,
+    spec: &core::Container,
+    newest: Option<&pod::Container>,
+    may_run: bool,
+) -> (core::ContainerState, Option<core::ContainerState>) {
+    let ended =
+        newest.and_then(|c| inputs.seen.containers.get(&c.id)).map(|status| terminated(inputs, spec, status));
+    let before = newest.and_then(|c| {
+        let dead = inputs.seen.pod.containers.iter().filter(|d| d.name == spec.name && d.id != c.id);
+        let last = dead.max_by_key(|d| d.attempt)?;
+        inputs.seen.containers.get(&last.id).map(|status| terminated(inputs, spec, status))
+    });
+    let waiting = inputs.waiting.get(&spec.name);
+    match newest.map(|c| &c.state) {
+        Some(pod::ContainerState::Running { started_at }) => {
+            let running = core::ContainerStateRunning { started_at: Some(Time(whole_second(*started_at))) };
+            (core::ContainerState { running: Some(running), ..Default::default() }, before)
+        }
+        // Ended and held back from running again: it waits, and its end is the last state.
+        Some(pod::ContainerState::Exited { .. }) => match waiting {
+            Some(waiting) => (waiting_state(waiting), ended),
+            None if newest.is_some_and(|c| inputs.is_past(c)) => {
+                let message = "all containers of the pod are restarted".to_owned();
+                (waiting_state(&Waiting { reason: RESTARTING_ALL.to_owned(), message }), ended)
+            }
+            None => (ended.unwrap_or_default(), before),
+        },
+        _ => {
+            let fallback = if may_run { "ContainerCreating" } else { "PodInitializing" };
+            let default = Waiting { reason: fallback.to_owned(), message: String::new() };
+            (waiting_state(waiting.unwrap_or(&default)), before)
+        }
+    }
+}
+
+fn terminated(
+    inputs: &Inputs<'_>,
+    spec: &core::Container,
+    status: &cri::ContainerStatus,
+) -> core::ContainerState {
+    // 137: SIGKILL, which is what the OOM killer sends.
+    let oom = inputs.oom.get(&status.id).filter(|facts| facts.first || status.exit_code == 137);
+    let limit = spec.resources.as_ref().and_then(|r| Some(r.limits.as_ref()?.get("memory")?.0.as_str()));
+    let message = match oom {
+        Some(facts) if status.message.is_empty() => facts.sentence(limit),
+        _ => status.message.clone(),
+    };
+    let reason = if oom.is_some() {
+        "OOMKilled".to_owned()
+    } else if status.reason.is_empty() {
+        if status.exit_code == 0 { "Completed" } else { "Error" }.to_owned()
+    } else {
+        status.reason.clone()
+    };
+    let time = |ns| timestamp(ns).map(|t| Time(whole_second(t)));
+    core::ContainerState {
+        terminated: Some(core::ContainerStateTerminated {
+            container_id: Some(inputs.container_id(&status.id)),
+            exit_code: status.exit_code,
+            finished_at: time(status.finished_at),
+            started_at: time(status.started_at),
+            reason: Some(reason),
+            message: (!message.is_empty()).then_some(message),
+            signal: None,
+        }),
+        ..Default::default()
+    }
+}
+
+/// Takes over the results of probes into the status of a running container. Returns true if its readiness has
+/// changed.
+pub(super) fn update_readiness(inputs: &Inputs<'_>, status: &mut core::ContainerStatus) -> bool {
+    let Some(spec) = container_of(inputs.pod, &status.name) else { return false };
+    let facts = runtime_id(status).and_then(|id| inputs.probes.get(id));
+    let runs = status.state.as_ref().is_some_and(|state| state.running.is_some());
+    let Some(facts) = facts.filter(|_| runs) else { return false };
+    if facts.started == Some(true) {
+        status.started = Some(true);
+    }
+    let has_probe = spec.readiness_probe.is_some();
+    let ready = status.started == Some(true) && (!has_probe || facts.ready == Some(true));
+    std::mem::replace(&mut status.ready, ready) != ready
+}
+
+/// The amounts of the pod as a whole that were in force when it was last looked at: they are until its
+/// cgroup says otherwise.
+pub(super) fn pod_in_force(inputs: &Inputs<'_>, phase: &str) -> Option<core::ResourceRequirements> {
+    let ran = |status: &&core::PodStatus| status.phase.as_deref() == Some("Running");
+    inputs.previous.filter(ran).filter(|_| phase == "Running")?.resources.clone()
+}
+
+/// The user of a container's first process.
+fn user(user: &cri::LinuxContainerUser) -> core::ContainerUser {
+    let linux = core::LinuxContainerUser {
+        uid: user.uid,
+        gid: user.gid,
+        supplemental_groups: Some(user.supplemental_groups.clone()),
+    };
+    core::ContainerUser { linux: Some(linux) }
+}
+
+/// The mounts of volumes of a container. The runtime knows whether mounts below one are read-only too once
+/// the container is made; until then the status has the pod's wish, if that is `Enabled`.
+fn volume_mounts(
+    spec: &core::Container,
+    runtime: Option<&cri::ContainerStatus>,
+) -> Option<Vec<core::VolumeMountStatus>> {
+    let recursive = |mount: &core::VolumeMount| match runtime {
+        Some(status) => {
+            let made = status.mounts.iter().find(|made| made.container_path == mount.mount_path);
+            made.is_some_and(|made| made.recursive_read_only)
+        }
+        None => mount.recursive_read_only.as_deref() == Some("Enabled"),
+    };
+    let status = |mount: &core::VolumeMount| core::VolumeMountStatus {
+        name: mount.name.clone(),
+        mount_path: mount.mount_path.clone(),
+        read_only: mount.read_only.filter(|read_only| *read_only),
+        recursive_read_only: (mount.read_only == Some(true))
+            .then(|| if recursive(mount) { "Enabled" } else { "Disabled" }.to_owned()),
+        ..Default::default()
+    };
+    let mounts: Vec<_> = spec.volume_mounts.iter().flatten().map(status).collect();
+    (!mounts.is_empty()).then_some(mounts)
+}
+
+fn waiting_state(waiting: &Waiting) -> core::ContainerState {
+    core::ContainerState {
+        waiting: Some(core::ContainerStateWaiting {
+            reason: Some(waiting.reason.clone()),
+            message: (!waiting.message.is_empty()).then(|| waiting.message.clone()),
+        }),
+        ..Default::default()
+    }
+}
