@@ -27,7 +27,7 @@ impl Csi {
     }
 
     /// Remembers the size that a volume has here, until it is unstaged.
-    pub fn note_size(&self, driver: &str, handle: &str, size: Quantity) {
+    pub fn record_size(&self, driver: &str, handle: &str, size: Quantity) {
         lock(&self.0.sizes).insert(VolumeId::new(driver, handle), size);
     }
 
@@ -55,16 +55,16 @@ impl Csi {
         let id = VolumeId::new(&source.driver, &source.volume_handle);
         let uid = wanted.pod.metadata.uid.clone().unwrap_or_default();
         let facts = Facts { wanted, id, object: None, abilities, publish_context: BTreeMap::new() };
-        let _held = self.hold(&facts.id).await;
+        let _held = self.0.locks.hold(&facts.id).await;
         let record = facts.record(&self.0.node);
         let staged = if abilities.stages {
-            self.staging_path(&record).to_string_lossy().into_owned()
+            self.0.folders.staging_path(&record).to_string_lossy().into_owned()
         } else {
             String::new()
         };
         let request = NodeExpandVolumeRequest {
             volume_id: facts.id.handle.clone(),
-            volume_path: self.publish_path(&record, &uid).to_string_lossy().into_owned(),
+            volume_path: self.0.folders.publish_path(&record, &uid).to_string_lossy().into_owned(),
             capacity_range: Some(CapacityRange { required_bytes: size.value(), limit_bytes: 0 }),
             staging_target_path: staged,
             volume_capability: Some(facts.capability()),

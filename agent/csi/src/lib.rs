@@ -11,6 +11,8 @@
 mod driver;
 mod error;
 mod expand;
+mod folders;
+mod locks;
 mod metrics;
 mod publish;
 mod records;
@@ -20,7 +22,7 @@ mod usage;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -28,9 +30,9 @@ use beelet_base::blocking::blocking;
 use beelet_model::storage::{InUse, VolumesInUse};
 use beelet_policy::volumes::csi::{self as policy, Drivers};
 use beelet_units::quantity::Quantity;
-use tokio::sync::{Notify, OwnedMutexGuard, watch};
+use tokio::sync::{Notify, watch};
 
-use self::{driver::Driver, records::VolumeRecord};
+use self::{driver::Driver, folders::Folders, locks::VolumeLocks, records::VolumeRecord};
 pub use self::{
     error::Error,
     metrics::Metrics,
@@ -46,10 +48,7 @@ pub struct Csi(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     node: String,
-    /// The folder with a folder for each pod.
-    pods_dir: PathBuf,
-    /// Where volumes are staged: `<kubelet dir>/plugins/kubernetes.io/csi`.
-    staging: PathBuf,
+    folders: Folders,
     drivers: Mutex<BTreeMap<String, Driver>>,
     known: watch::Sender<Arc<Drivers>>,
     in_use: VolumesInUse,
@@ -59,8 +58,7 @@ struct Inner {
     staged: Mutex<BTreeSet<VolumeId>>,
     /// The sizes that volumes are known to have here.
     sizes: Mutex<BTreeMap<VolumeId, Quantity>>,
-    /// One lock per volume that somebody works on.
-    busy: Mutex<BTreeMap<VolumeId, Arc<tokio::sync::Mutex<()>>>>,
+    locks: VolumeLocks,
     metrics: Metrics,
 }
 
@@ -106,20 +104,19 @@ impl Csi {
         }
         Self(Arc::new(Inner {
             node: node.to_owned(),
-            pods_dir: pods_dir.to_owned(),
-            staging,
+            folders: Folders { pods_dir: pods_dir.to_owned(), staging },
             drivers: Mutex::default(),
             known: watch::Sender::default(),
             in_use,
             released: Notify::new(),
             staged: Mutex::default(),
             sizes: Mutex::default(),
-            busy: Mutex::default(),
+            locks: VolumeLocks::default(),
             metrics,
         }))
     }
 
-    /// What registered drivers say of the node.
+    /// The node's properties by registered drivers.
     #[must_use]
     pub fn drivers(&self) -> watch::Receiver<Arc<Drivers>> {
         self.0.known.subscribe()
@@ -133,7 +130,7 @@ impl Csi {
 
     /// The drivers of the volumes that a pod has.
     pub async fn drivers_of(&self, uid: &str) -> BTreeSet<String> {
-        let folder = self.0.pods_dir.join(uid);
+        let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
         all.into_iter().map(|(_, record)| record.driver_name).collect()
     }
@@ -142,47 +139,6 @@ impl Csi {
     fn driver(&self, name: &str) -> Result<Driver, Error> {
         lock(&self.0.drivers).get(name).cloned().ok_or_else(|| Error::NotRegistered(name.to_owned()))
     }
-
-    /// Waits until nobody else works on the volume.
-    async fn hold(&self, volume: &VolumeId) -> OwnedMutexGuard<()> {
-        let one = {
-            let mut busy = lock(&self.0.busy);
-            busy.retain(|_, one| Arc::strong_count(one) > 1);
-            Arc::clone(busy.entry(volume.clone()).or_default())
-        };
-        one.lock_owned().await
-    }
-
-    /// Where a volume is staged, by its record.
-    fn staging_path(&self, record: &VolumeRecord) -> PathBuf {
-        if record.block {
-            return self.0.staging.join("volumeDevices/staging").join(one_part(&record.spec_volume));
-        }
-        self.staging_folder(&VolumeId::of(record)).join("globalmount")
-    }
-
-    /// Where a volume is published for a pod, by its record.
-    fn publish_path(&self, record: &VolumeRecord, uid: &str) -> PathBuf {
-        if record.block {
-            return self
-                .0
-                .staging
-                .join("volumeDevices/publish")
-                .join(one_part(&record.spec_volume))
-                .join(uid);
-        }
-        records::folder_of(&self.0.pods_dir.join(uid)).join(one_part(&record.spec_volume)).join("mount")
-    }
-
-    /// The folder of a staged volume: `<driver>/<digest of the handle>`.
-    fn staging_folder(&self, volume: &VolumeId) -> PathBuf {
-        self.0.staging.join(&volume.driver).join(records::digest(&[&volume.handle]))
-    }
-}
-
-/// The name of a volume as a part of paths: of some kinds, such as Azure's disks, it is a path itself.
-fn one_part(name: &str) -> String {
-    name.replace('/', "~")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

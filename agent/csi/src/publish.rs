@@ -30,7 +30,8 @@ use tokio::time::timeout;
 use crate::{
     Csi, Error, VolumeId,
     driver::{Abilities, Driver},
-    lock, one_part,
+    folders::one_part,
+    lock,
     records::{self, VolumeRecord, digest},
 };
 
@@ -195,199 +196,199 @@ impl Csi {
         policy::check_lifecycle(driver_name, object.as_ref(), inline)?;
         let mut publish_context = BTreeMap::new();
         if !inline && policy::is_attached(object.as_ref()) {
-            publish_context = self.attached(storage, &id, wanted.name, &uid).await?;
+            publish_context = attached(self, storage, &id, wanted.name, &uid).await?;
         }
         let abilities = driver.abilities().await?;
         let facts = Facts { wanted, id, object, abilities, publish_context };
-        let _held = self.hold(&facts.id).await;
-        self.check_no_other_pod(&facts, &uid).await?;
-        let staged = if facts.abilities.stages { self.stage(storage, &driver, &facts).await? } else { None };
-        self.publish_staged(storage, &driver, &facts, staged, &uid).await
+        let _held = self.0.locks.hold(&facts.id).await;
+        check_no_other_pod(self, &facts, &uid).await?;
+        let staged = if facts.abilities.stages { stage(self, storage, &driver, &facts).await? } else { None };
+        publish_staged(self, storage, &driver, &facts, staged, &uid).await
     }
+}
 
-    /// Refuses a volume that is for one pod at a time while another has it. Under the volume's hold: who has
-    /// it is on disk before anybody else looks.
-    async fn check_no_other_pod(&self, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
-        if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
-            return Ok(());
-        }
-        let pods = self.0.pods_dir.clone();
-        let all = blocking("looking for who has a volume", move || records::published(&pods)).await;
-        let pods = all.iter().filter(|(.., one)| VolumeId::of(one) == facts.id);
-        if is_anothers(pods.map(|(pod, ..)| pod.as_str()), uid) {
-            return Err(Error::Unmet(
-                "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
-                    .to_owned(),
-            ));
-        }
-        Ok(())
+/// Refuses a volume that is for one pod at a time while another has it. The caller holds the volume's lock:
+/// the other pod's record is on disk before the lock is free.
+async fn check_no_other_pod(csi: &Csi, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
+    if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
+        return Ok(());
     }
+    let pods = csi.0.folders.pods_dir.clone();
+    let all = blocking("looking for who has a volume", move || records::published(&pods)).await;
+    let pods = all.iter().filter(|(.., one)| VolumeId::of(one) == facts.id);
+    if is_anothers(pods.map(|(pod, ..)| pod.as_str()), uid) {
+        return Err(Error::Unmet(
+            "volume uses the ReadWriteOncePod access mode and is already in use by another pod".to_owned(),
+        ));
+    }
+    Ok(())
+}
 
-    /// Waits until a controller has attached the volume; what the attachment says to the driver.
-    async fn attached(
-        &self,
-        storage: &dyn Storage,
-        id: &VolumeId,
-        volume: &str,
-        uid: &str,
-    ) -> Result<BTreeMap<String, String>, Error> {
-        let name = id.unique_name();
-        // Said before it is used: no controller may detach it meanwhile.
-        self.0.in_use.use_by(&name, Some(uid));
-        let mut node = storage.node();
-        let is_attached = |node: &Option<Arc<Node>>| {
-            node.as_ref().is_some_and(|node| policy::attached_device(node, &name).is_some())
-        };
-        match timeout(ATTACH, node.wait_for(is_attached)).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(_)) | Err(_) => {
-                return Err(Error::Unmet(format!(
-                    "Volume not attached according to node status for volume {volume:?} (UniqueName: {name:?})"
-                )));
-            }
+/// Waits until a controller has attached the volume. Returns the attachment's parameters for the driver.
+async fn attached(
+    csi: &Csi,
+    storage: &dyn Storage,
+    id: &VolumeId,
+    volume: &str,
+    uid: &str,
+) -> Result<BTreeMap<String, String>, Error> {
+    let name = id.unique_name();
+    // Said before it is used: no controller may detach it meanwhile.
+    csi.0.in_use.use_by(&name, Some(uid));
+    let mut node = storage.node();
+    let is_attached = |node: &Option<Arc<Node>>| {
+        node.as_ref().is_some_and(|node| policy::attached_device(node, &name).is_some())
+    };
+    match timeout(ATTACH, node.wait_for(is_attached)).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(_)) | Err(_) => {
+            return Err(Error::Unmet(format!(
+                "Volume not attached according to node status for volume {volume:?} (UniqueName: {name:?})"
+            )));
         }
-        let attachment = format!("csi-{}", digest(&[&id.handle, &id.driver, &self.0.node]));
-        let found = storage.attachment(&attachment).await;
-        let found = found.map_err(Error::asked(format!(
-            "volume {} has GET error for volume attachment {attachment}",
-            id.handle
-        )))?;
-        Ok(policy::attached(&found, &id.handle)?)
     }
+    let attachment = format!("csi-{}", digest(&[&id.handle, &id.driver, &csi.0.node]));
+    let found = storage.attachment(&attachment).await;
+    let found = found.map_err(Error::asked(format!(
+        "volume {} has GET error for volume attachment {attachment}",
+        id.handle
+    )))?;
+    Ok(policy::attached(&found, &id.handle)?)
+}
 
-    /// Has a volume staged, once; where it is.
-    async fn stage(
-        &self,
-        storage: &dyn Storage,
-        driver: &Driver,
-        facts: &Facts<'_>,
-    ) -> Result<Option<PathBuf>, Error> {
-        let Some((_, source)) = facts.persistent() else { return Ok(None) };
-        let folder = self.staging_folder(&facts.id);
-        let record = VolumeRecord {
-            node_name: String::new(),
-            attachment: String::new(),
-            volume_lifecycle_mode: String::new(),
-            ..facts.record(&self.0.node)
-        };
-        let path = self.staging_path(&record);
-        if lock(&self.0.staged).contains(&facts.id) {
-            return Ok(Some(path));
-        }
-        let mut secrets = BTreeMap::new();
-        if let Some(of) = &source.node_stage_secret_ref {
-            let (namespace, name) =
-                (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
-            secrets = secret(storage, "NodeStageSecretRef", namespace, name).await?;
-        }
-        let (place, of) = (path.clone(), folder.clone());
-        let write = move || {
-            make_folder(&of, PRIVATE)?;
-            let was_there = VolumeRecord::read(&of)?.is_some();
-            record.write(&of)?;
-            make_folder(&place, PRIVATE)?;
-            Ok::<_, Error>(was_there)
-        };
-        let was_there = blocking("noting a staged volume", write).await?;
-        let request = NodeStageVolumeRequest {
-            volume_id: facts.id.handle.clone(),
-            publish_context: facts.publish_context.clone().into_iter().collect(),
-            staging_target_path: path.to_string_lossy().into_owned(),
-            volume_capability: Some(facts.capability()),
-            secrets: secrets.into_iter().collect(),
-            volume_context: facts.context().into_iter().collect(),
-        };
-        if let Err(error) = driver.stage(request).await {
-            // Staged by an agent before this one it may be, and other pods have it.
-            if error.is_final() && !was_there {
-                self.forget_failed(folder, path).await;
-            }
-            return Err(error);
-        }
-        lock(&self.0.staged).insert(facts.id.clone());
-        Ok(Some(path))
+/// Stages a volume, once. Returns its place.
+async fn stage(
+    csi: &Csi,
+    storage: &dyn Storage,
+    driver: &Driver,
+    facts: &Facts<'_>,
+) -> Result<Option<PathBuf>, Error> {
+    let Some((_, source)) = facts.persistent() else { return Ok(None) };
+    let folder = csi.0.folders.staging_folder(&facts.id);
+    let record = VolumeRecord {
+        node_name: String::new(),
+        attachment: String::new(),
+        volume_lifecycle_mode: String::new(),
+        ..facts.record(&csi.0.node)
+    };
+    let path = csi.0.folders.staging_path(&record);
+    if lock(&csi.0.staged).contains(&facts.id) {
+        return Ok(Some(path));
     }
+    let mut secrets = BTreeMap::new();
+    if let Some(of) = &source.node_stage_secret_ref {
+        let (namespace, name) =
+            (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
+        secrets = secret(storage, "NodeStageSecretRef", namespace, name).await?;
+    }
+    let (place, of) = (path.clone(), folder.clone());
+    let write = move || {
+        make_folder(&of, PRIVATE)?;
+        let was_there = VolumeRecord::read(&of)?.is_some();
+        record.write(&of)?;
+        make_folder(&place, PRIVATE)?;
+        Ok::<_, Error>(was_there)
+    };
+    let was_there = blocking("noting a staged volume", write).await?;
+    let request = NodeStageVolumeRequest {
+        volume_id: facts.id.handle.clone(),
+        publish_context: facts.publish_context.clone().into_iter().collect(),
+        staging_target_path: path.to_string_lossy().into_owned(),
+        volume_capability: Some(facts.capability()),
+        secrets: secrets.into_iter().collect(),
+        volume_context: facts.context().into_iter().collect(),
+    };
+    if let Err(error) = driver.stage(request).await {
+        // Staged by an agent before this one it may be, and other pods have it.
+        if error.is_final() && !was_there {
+            forget_failed(folder, path).await;
+        }
+        return Err(error);
+    }
+    lock(&csi.0.staged).insert(facts.id.clone());
+    Ok(Some(path))
+}
 
-    /// Has a volume published.
-    async fn publish_staged(
-        &self,
-        storage: &dyn Storage,
-        driver: &Driver,
-        facts: &Facts<'_>,
-        staged: Option<PathBuf>,
-        uid: &str,
-    ) -> Result<Published, Error> {
-        let Facts { wanted, id, object, .. } = facts;
-        let inline = facts.persistent().is_none();
-        let folder = records::folder_of(&self.0.pods_dir.join(uid)).join(one_part(wanted.name));
-        let record = facts.record(&self.0.node);
-        let path = self.publish_path(&record, uid);
-        let mut secrets = match wanted.source {
-            Source::Inline(source) => match &source.node_publish_secret_ref {
-                Some(of) => {
-                    let namespace = wanted.pod.metadata.namespace.as_deref().unwrap_or_default();
-                    secret(storage, "NodePublishSecretRef", namespace, &of.name).await?
-                }
-                None => BTreeMap::new(),
-            },
-            Source::Persistent(_, source) => match &source.node_publish_secret_ref {
-                Some(of) => {
-                    let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();
-                    secret(storage, "NodePublishSecretRef", &text(&of.namespace), &text(&of.name)).await?
-                }
-                None => BTreeMap::new(),
-            },
-        };
-        let mut context = facts.context();
-        if policy::wants_pod(object.as_ref()) {
-            context.extend(policy::pod_context(wanted.pod, inline));
-        }
-        if let Some(tokens) = tokens(storage, wanted.pod, object.as_ref()).await? {
-            let secret =
-                object.as_ref().is_some_and(|one| one.spec.service_account_token_in_secrets == Some(true));
-            if secret { &mut secrets } else { &mut context }.insert(TOKENS.to_owned(), tokens);
-        }
-        let (place, target, again) = (folder.clone(), path.clone(), wanted.again);
-        let write = move || {
-            if again && VolumeRecord::read(&place)?.is_none() {
-                return Err(Error::Unmet("the volume was given back meanwhile".to_owned()));
+/// Publishes a volume.
+async fn publish_staged(
+    csi: &Csi,
+    storage: &dyn Storage,
+    driver: &Driver,
+    facts: &Facts<'_>,
+    staged: Option<PathBuf>,
+    uid: &str,
+) -> Result<Published, Error> {
+    let Facts { wanted, id, object, .. } = facts;
+    let inline = facts.persistent().is_none();
+    let folder = records::folder_of(&csi.0.folders.pods_dir.join(uid)).join(one_part(wanted.name));
+    let record = facts.record(&csi.0.node);
+    let path = csi.0.folders.publish_path(&record, uid);
+    let mut secrets = match wanted.source {
+        Source::Inline(source) => match &source.node_publish_secret_ref {
+            Some(of) => {
+                let namespace = wanted.pod.metadata.namespace.as_deref().unwrap_or_default();
+                secret(storage, "NodePublishSecretRef", namespace, &of.name).await?
             }
-            make_folder(&place, PRIVATE)?;
-            record.write(&place)?;
-            make_folder(target.parent().unwrap_or(&target), PRIVATE)?;
-            Ok(target.exists())
-        };
-        let was_there = blocking("noting a published volume", write).await?;
-        let request = NodePublishVolumeRequest {
-            volume_id: id.handle.clone(),
-            publish_context: facts.publish_context.clone().into_iter().collect(),
-            staging_target_path: staged.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default(),
-            target_path: path.to_string_lossy().into_owned(),
-            volume_capability: Some(facts.capability()),
-            readonly: wanted.read_only,
-            secrets: secrets.into_iter().collect(),
-            volume_context: context.into_iter().collect(),
-        };
-        if let Err(error) = driver.publish(request).await {
-            // What the pod has from before stays.
-            if error.is_final() && !was_there {
-                self.forget_failed(folder, path).await;
+            None => BTreeMap::new(),
+        },
+        Source::Persistent(_, source) => match &source.node_publish_secret_ref {
+            Some(of) => {
+                let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();
+                secret(storage, "NodePublishSecretRef", &text(&of.namespace), &text(&of.name)).await?
             }
-            return Err(error);
-        }
-        Ok(Published { path, give_to_group: facts.gives_to_group() })
+            None => BTreeMap::new(),
+        },
+    };
+    let mut context = facts.context();
+    if policy::wants_pod(object.as_ref()) {
+        context.extend(policy::pod_context(wanted.pod, inline));
     }
+    if let Some(tokens) = tokens(storage, wanted.pod, object.as_ref()).await? {
+        let secret =
+            object.as_ref().is_some_and(|one| one.spec.service_account_token_in_secrets == Some(true));
+        if secret { &mut secrets } else { &mut context }.insert(TOKENS.to_owned(), tokens);
+    }
+    let (place, target, again) = (folder.clone(), path.clone(), wanted.again);
+    let write = move || {
+        if again && VolumeRecord::read(&place)?.is_none() {
+            return Err(Error::Unmet("the volume was given back meanwhile".to_owned()));
+        }
+        make_folder(&place, PRIVATE)?;
+        record.write(&place)?;
+        make_folder(target.parent().unwrap_or(&target), PRIVATE)?;
+        Ok(target.exists())
+    };
+    let was_there = blocking("noting a published volume", write).await?;
+    let request = NodePublishVolumeRequest {
+        volume_id: id.handle.clone(),
+        publish_context: facts.publish_context.clone().into_iter().collect(),
+        staging_target_path: staged.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default(),
+        target_path: path.to_string_lossy().into_owned(),
+        volume_capability: Some(facts.capability()),
+        readonly: wanted.read_only,
+        secrets: secrets.into_iter().collect(),
+        volume_context: context.into_iter().collect(),
+    };
+    if let Err(error) = driver.publish(request).await {
+        // What the pod has from before stays.
+        if error.is_final() && !was_there {
+            forget_failed(folder, path).await;
+        }
+        return Err(error);
+    }
+    Ok(Published { path, give_to_group: facts.gives_to_group() })
+}
 
-    /// Takes back the record of what certainly was not done. What can't be removed is taken for done.
-    async fn forget_failed(&self, folder: PathBuf, path: PathBuf) {
-        let remove = move || {
-            let _ = std::fs::remove_dir(&path);
-            if !path.exists() {
-                let _ = VolumeRecord::remove(&folder);
-            }
-        };
-        blocking("forgetting a volume", remove).await;
-    }
+/// Removes the record of a volume that certainly was not staged or published. A folder that cannot be removed
+/// counts as done.
+async fn forget_failed(folder: PathBuf, path: PathBuf) {
+    let remove = move || {
+        let _ = std::fs::remove_dir(&path);
+        if !path.exists() {
+            let _ = VolumeRecord::remove(&folder);
+        }
+    };
+    blocking("forgetting a volume", remove).await;
 }
 
 /// Returns true if one of these pods has a volume, and the pod with this UID hasn't: one that has it keeps
@@ -491,7 +492,7 @@ mod tests {
                 abilities: Abilities::default(),
                 publish_context: BTreeMap::new(),
             };
-            let done = csi.check_no_other_pod(&facts, "u1").await;
+            let done = check_no_other_pod(&csi, &facts, "u1").await;
             assert_eq!(done.is_ok(), expected, "{modes}: {done:?}");
         };
         let alone = json!(["ReadWriteOncePod"]);

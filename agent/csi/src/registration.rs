@@ -13,7 +13,7 @@ pub const KIND: &str = "CSIPlugin";
 
 impl PluginHandler for Csi {
     fn register<'a>(&'a self, name: &'a str, versions: &'a [String], socket: &'a Path) -> Registering<'a> {
-        Box::pin(self.meet(name, versions, socket))
+        Box::pin(meet(self, name, versions, socket))
     }
 
     /// Forgets a driver, unless another one took its place.
@@ -28,24 +28,23 @@ impl PluginHandler for Csi {
     }
 }
 
-impl Csi {
-    async fn meet(&self, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
-        if !policy::is_supported(versions) {
-            let versions = versions.join(",");
-            return Err(format!("no supported version of CSI among {versions}: 1.x is needed"));
-        }
-        if !is_name(name) {
-            return Err(format!("{name:?} is no name of a CSI driver"));
-        }
-        let driver = Driver::dial(name, socket, self.0.metrics.clone()).await;
-        let driver = driver.map_err(|error| error.to_string())?;
-        let node = driver.node().await.map_err(|error| error.to_string())?;
-        node.check().map_err(|error| error.to_string())?;
-        info!(driver = name, socket = %socket.display(), node_id = node.node_id, "a storage plugin has registered");
-        lock(&self.0.drivers).insert(name.to_owned(), driver);
-        self.0.known.send_modify(|known| drop(Arc::make_mut(known).insert(name.to_owned(), Some(node))));
-        Ok(())
+/// Asks a driver for its abilities, and takes it over.
+async fn meet(csi: &Csi, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
+    if !policy::is_supported(versions) {
+        let versions = versions.join(",");
+        return Err(format!("no supported version of CSI among {versions}: 1.x is needed"));
     }
+    if !is_name(name) {
+        return Err(format!("{name:?} is no name of a CSI driver"));
+    }
+    let driver = Driver::dial(name, socket, csi.0.metrics.clone()).await;
+    let driver = driver.map_err(|error| error.to_string())?;
+    let node = driver.node().await.map_err(|error| error.to_string())?;
+    node.check().map_err(|error| error.to_string())?;
+    info!(driver = name, socket = %socket.display(), node_id = node.node_id, "a storage plugin has registered");
+    lock(&csi.0.drivers).insert(name.to_owned(), driver);
+    csi.0.known.send_modify(|known| drop(Arc::make_mut(known).insert(name.to_owned(), Some(node))));
+    Ok(())
 }
 
 /// Returns true for a domain name of at most 63 characters, as the specification has it: it becomes a part of

@@ -30,61 +30,14 @@ impl Csi {
     /// # Errors
     /// A driver is not there, or can't: the pod can't go yet.
     pub async fn release(&self, uid: &str) -> Result<(), Error> {
-        let folder = self.0.pods_dir.join(uid);
+        let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
-        let given_back = all.into_iter().map(|(place, record)| self.unpublish(place, record, uid));
+        let given_back = all.into_iter().map(|(place, record)| unpublish(self, place, record, uid));
         join_all(given_back).await.into_iter().collect::<Result<(), Error>>()?;
         // The names stay until nothing is staged.
         self.0.in_use.leave(uid, policy::is_unique_name);
         self.0.released.notify_one();
         Ok(())
-    }
-
-    async fn unpublish(&self, folder: PathBuf, record: VolumeRecord, uid: &str) -> Result<(), Error> {
-        let driver = self.driver(&record.driver_name)?;
-        let _held = self.hold(&VolumeId::of(&record)).await;
-        let path = self.publish_path(&record, uid);
-        let request = NodeUnpublishVolumeRequest {
-            volume_id: record.volume_handle,
-            target_path: path.to_string_lossy().into_owned(),
-        };
-        driver.unpublish(request).await?;
-        blocking("removing a published volume", move || remove(&folder, &path)).await
-    }
-
-    /// Has a volume unstaged that no pod has.
-    async fn unstage_unused(&self, volume: &VolumeId) -> Result<(), Error> {
-        let _held = self.hold(volume).await;
-        let (folder, pods, wanted) = (self.staging_folder(volume), self.0.pods_dir.clone(), volume.clone());
-        let of = folder.clone();
-        let unused = blocking("looking for who has a volume", move || {
-            let is_used = || records::published(&pods).iter().any(|(.., one)| VolumeId::of(one) == wanted);
-            Ok::<_, Error>(VolumeRecord::read(&of)?.filter(|_| !is_used()))
-        });
-        let Some(record) = unused.await? else { return Ok(()) };
-        let driver = self.driver(&volume.driver)?;
-        let path = self.staging_path(&record);
-        let request = NodeUnstageVolumeRequest {
-            volume_id: volume.handle.clone(),
-            staging_target_path: path.to_string_lossy().into_owned(),
-        };
-        lock(&self.0.staged).remove(volume);
-        driver.unstage(request).await?;
-        blocking("removing a staged volume", move || remove(&folder, &path)).await
-    }
-
-    /// Says no more of a volume that it is in use, once no pod uses it and nothing of it is on disk.
-    async fn forget(&self, name: String) {
-        let (pods, staging, of) = (self.0.pods_dir.clone(), self.0.staging.clone(), name.clone());
-        let on_disk = blocking("looking for a volume's records", move || {
-            let is_it = |record: &VolumeRecord| VolumeId::of(record).unique_name() == of;
-            records::staged(&staging).iter().any(|(_, record)| is_it(record))
-                || records::published(&pods).iter().any(|(.., record)| is_it(record))
-        });
-        if on_disk.await {
-            return;
-        }
-        self.0.in_use.forget(&name);
     }
 
     /// Unstages what no pod has, until `cancel`: as soon as a pod has given a volume back, and again and
@@ -94,7 +47,7 @@ impl Csi {
             let mut drivers = self.drivers();
             let mut told: BTreeSet<VolumeId> = BTreeSet::new();
             loop {
-                let Some(failed) = cancel.run_until_cancelled(self.unstage_all_unused()).await else {
+                let Some(failed) = cancel.run_until_cancelled(unstage_all_unused(&self)).await else {
                     return;
                 };
                 for (volume, error) in &failed {
@@ -115,38 +68,86 @@ impl Csi {
             }
         })
     }
+}
 
-    /// Forgets the sizes of volumes of which nothing is on disk.
-    async fn forget_sizes(&self) {
-        if lock(&self.0.sizes).is_empty() {
-            return;
-        }
-        let (pods, staging) = (self.0.pods_dir.clone(), self.0.staging.clone());
-        let on_disk = blocking("looking for volumes' records", move || {
-            let staged = records::staged(&staging).into_iter().map(|(_, record)| VolumeId::of(&record));
-            let published = records::published(&pods).into_iter().map(|(.., record)| VolumeId::of(&record));
-            staged.chain(published).collect::<BTreeSet<_>>()
-        });
-        let on_disk = on_disk.await;
-        lock(&self.0.sizes).retain(|volume, _| on_disk.contains(volume));
-    }
+async fn unpublish(csi: &Csi, folder: PathBuf, record: VolumeRecord, uid: &str) -> Result<(), Error> {
+    let driver = csi.driver(&record.driver_name)?;
+    let _held = csi.0.locks.hold(&VolumeId::of(&record)).await;
+    let path = csi.0.folders.publish_path(&record, uid);
+    let request = NodeUnpublishVolumeRequest {
+        volume_id: record.volume_handle,
+        target_path: path.to_string_lossy().into_owned(),
+    };
+    driver.unpublish(request).await?;
+    blocking("removing a published volume", move || remove(&folder, &path)).await
+}
 
-    /// Unstages once, all at a time; what failed.
-    async fn unstage_all_unused(&self) -> Vec<(VolumeId, Error)> {
-        let staging = self.0.staging.clone();
-        let staged = blocking("looking for staged volumes", move || records::staged(&staging)).await;
-        let volumes: BTreeSet<VolumeId> = staged.iter().map(|(_, record)| VolumeId::of(record)).collect();
-        let unstaged = volumes.into_iter().map(async |volume| {
-            let unstaged = self.unstage_unused(&volume).await;
-            unstaged.err().map(|error| (volume, error))
-        });
-        let failed = join_all(unstaged).await;
-        self.forget_sizes().await;
-        for name in self.0.in_use.unused().into_iter().filter(|name| policy::is_unique_name(name)) {
-            self.forget(name).await;
-        }
-        failed.into_iter().flatten().collect()
+/// Unstages a volume that no pod has.
+async fn unstage_unused(csi: &Csi, volume: &VolumeId) -> Result<(), Error> {
+    let _held = csi.0.locks.hold(volume).await;
+    let (folder, pods, wanted) =
+        (csi.0.folders.staging_folder(volume), csi.0.folders.pods_dir.clone(), volume.clone());
+    let of = folder.clone();
+    let unused = blocking("looking for who has a volume", move || {
+        let is_used = || records::published(&pods).iter().any(|(.., one)| VolumeId::of(one) == wanted);
+        Ok::<_, Error>(VolumeRecord::read(&of)?.filter(|_| !is_used()))
+    });
+    let Some(record) = unused.await? else { return Ok(()) };
+    let driver = csi.driver(&volume.driver)?;
+    let path = csi.0.folders.staging_path(&record);
+    let request = NodeUnstageVolumeRequest {
+        volume_id: volume.handle.clone(),
+        staging_target_path: path.to_string_lossy().into_owned(),
+    };
+    lock(&csi.0.staged).remove(volume);
+    driver.unstage(request).await?;
+    blocking("removing a staged volume", move || remove(&folder, &path)).await
+}
+
+/// Reports a volume as unused, once no pod uses the volume and no record of it is on disk.
+async fn forget(csi: &Csi, name: String) {
+    let (pods, staging, of) = (csi.0.folders.pods_dir.clone(), csi.0.folders.staging.clone(), name.clone());
+    let on_disk = blocking("looking for a volume's records", move || {
+        let is_it = |record: &VolumeRecord| VolumeId::of(record).unique_name() == of;
+        records::staged(&staging).iter().any(|(_, record)| is_it(record))
+            || records::published(&pods).iter().any(|(.., record)| is_it(record))
+    });
+    if on_disk.await {
+        return;
     }
+    csi.0.in_use.forget(&name);
+}
+
+/// Forgets the sizes of volumes of which nothing is on disk.
+async fn forget_sizes(csi: &Csi) {
+    if lock(&csi.0.sizes).is_empty() {
+        return;
+    }
+    let (pods, staging) = (csi.0.folders.pods_dir.clone(), csi.0.folders.staging.clone());
+    let on_disk = blocking("looking for volumes' records", move || {
+        let staged = records::staged(&staging).into_iter().map(|(_, record)| VolumeId::of(&record));
+        let published = records::published(&pods).into_iter().map(|(.., record)| VolumeId::of(&record));
+        staged.chain(published).collect::<BTreeSet<_>>()
+    });
+    let on_disk = on_disk.await;
+    lock(&csi.0.sizes).retain(|volume, _| on_disk.contains(volume));
+}
+
+/// Unstages all unused volumes at the same time. Returns the failures.
+async fn unstage_all_unused(csi: &Csi) -> Vec<(VolumeId, Error)> {
+    let staging = csi.0.folders.staging.clone();
+    let staged = blocking("looking for staged volumes", move || records::staged(&staging)).await;
+    let volumes: BTreeSet<VolumeId> = staged.iter().map(|(_, record)| VolumeId::of(record)).collect();
+    let unstaged = volumes.into_iter().map(async |volume| {
+        let unstaged = unstage_unused(csi, &volume).await;
+        unstaged.err().map(|error| (volume, error))
+    });
+    let failed = join_all(unstaged).await;
+    forget_sizes(csi).await;
+    for name in csi.0.in_use.unused().into_iter().filter(|name| policy::is_unique_name(name)) {
+        forget(csi, name).await;
+    }
+    failed.into_iter().flatten().collect()
 }
 
 /// Removes what a driver should have removed, and the record. Blocks.

@@ -43,9 +43,9 @@ impl Brought {
 impl Csi {
     /// The volumes that drivers have brought to the pod with this UID.
     pub async fn volumes_of(&self, uid: &str) -> Vec<Brought> {
-        let folder = self.0.pods_dir.join(uid);
+        let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
-        let brought = |(_, record)| Brought { path: self.publish_path(&record, uid), record };
+        let brought = |(_, record)| Brought { path: self.0.folders.publish_path(&record, uid), record };
         all.into_iter().map(brought).collect()
     }
 

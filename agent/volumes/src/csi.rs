@@ -201,7 +201,7 @@ impl Expansion<'_> {
             Growth::Nothing => {
                 let (csi, source) = (&self.plugin.csi, self.source);
                 if csi.size_of(&source.driver, &source.volume_handle).is_none() {
-                    csi.note_size(&source.driver, &source.volume_handle, growth::size_of(claim));
+                    csi.record_size(&source.driver, &source.volume_handle, growth::size_of(claim));
                 }
                 Ok(())
             }
@@ -235,7 +235,7 @@ impl Expansion<'_> {
             group: None,
             again: true,
         };
-        let done = || csi.note_size(&self.source.driver, &self.source.volume_handle, bytes);
+        let done = || csi.record_size(&self.source.driver, &self.source.volume_handle, bytes);
         if let Err(error) = csi.expand(self.storage(), wanted, bytes).await {
             if matches!(error, CsiError::NeverExpands(_)) && record != Record::Steps {
                 done();
