@@ -46,74 +46,13 @@ impl PodVolumes {
         let (all, mut left) = (container.volume_mounts.iter().flatten().enumerate(), Allowance::default());
         all.map(|(index, mount)| {
             go_on(stop)?;
-            self.mount((container, index), mount, facts, &mut left).map_err(|cause| Error::Mount {
+            mount_of(self, (container, index), mount, facts, &mut left).map_err(|cause| Error::Mount {
                 path: shown(&mount.mount_path),
                 container: container.name.clone(),
                 cause: Box::new(cause),
             })
         })
         .collect()
-    }
-
-    fn mount(
-        &self,
-        (container, index): (&core::Container, usize),
-        mount: &core::VolumeMount,
-        facts: &MountFacts,
-        left: &mut Allowance,
-    ) -> Result<cri::Mount, Error> {
-        let volume = self
-            .volumes
-            .iter()
-            .find(|v| v.name == mount.name)
-            .ok_or_else(|| Error::unmet(format!("the pod has no volume {}", mount.name)))?;
-        let sub_path = sub_path_of(mount, &facts.env, left)?;
-        let recursive = recursive_read_only(mount, facts.recursive_read_only)?;
-        let propagation = match mount.mount_propagation.as_deref() {
-            Some("HostToContainer") => cri::MountPropagation::PropagationHostToContainer,
-            Some("Bidirectional") => cri::MountPropagation::PropagationBidirectional,
-            _ => cri::MountPropagation::PropagationPrivate,
-        };
-        let mut made = cri::Mount {
-            container_path: in_container(&mount.mount_path),
-            readonly: mount.read_only.unwrap_or(false),
-            recursive_read_only: recursive,
-            propagation: propagation.into(),
-            ..Default::default()
-        };
-        if volume.image.is_some() {
-            let image = facts.images.get(&volume.name).cloned().unwrap_or_default();
-            made.image = Some(cri::ImageSpec { image, ..Default::default() });
-            made.image_sub_path =
-                sub_path.map(|part| part.to_string_lossy().into_owned()).unwrap_or_default();
-            made.readonly = true;
-            return Ok(made);
-        }
-        let plugin = self.plugin(volume);
-        let (location, is_read_only) = (plugin.location(volume), plugin.is_read_only(volume));
-        made.readonly |= is_read_only;
-        let is_changeable = !(location == Location::Linked && is_read_only);
-        let whole = match location {
-            Location::Machine(path) => path,
-            Location::Linked => self.place(&volume.name)?,
-            Location::Own => self.path(&volume.name),
-        };
-        // What is the host's keeps its SELinux label; what the agent made gets the container's. What was
-        // mounted read-only can't have it: the kubelet's plugins call that not managed. Files of ConfigMaps
-        // and the like are read-only for containers alone.
-        let may_relabel = || self.plugins.all().all(|plugin| plugin.may_relabel(&self.folder, &whole));
-        made.selinux_relabel = whole.starts_with(&self.folder) && is_changeable && may_relabel();
-        let source = match sub_path {
-            Some(part) => {
-                let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
-                let target = self.folder.join(SUB_PATHS).join(name);
-                sub_path::mount(&whole, &part, &target)?;
-                target
-            }
-            None => whole,
-        };
-        made.host_path = source.to_string_lossy().into_owned();
-        Ok(made)
     }
 
     /// The block devices of one container.
@@ -135,6 +74,67 @@ impl PodVolumes {
         })
         .collect()
     }
+}
+
+/// The mount of one volume, or of a part that the agent mounts for it.
+fn mount_of(
+    volumes: &PodVolumes,
+    (container, index): (&core::Container, usize),
+    mount: &core::VolumeMount,
+    facts: &MountFacts,
+    left: &mut Allowance,
+) -> Result<cri::Mount, Error> {
+    let volume = volumes
+        .volumes
+        .iter()
+        .find(|v| v.name == mount.name)
+        .ok_or_else(|| Error::unmet(format!("the pod has no volume {}", mount.name)))?;
+    let sub_path = sub_path_of(mount, &facts.env, left)?;
+    let recursive = recursive_read_only(mount, facts.recursive_read_only)?;
+    let propagation = match mount.mount_propagation.as_deref() {
+        Some("HostToContainer") => cri::MountPropagation::PropagationHostToContainer,
+        Some("Bidirectional") => cri::MountPropagation::PropagationBidirectional,
+        _ => cri::MountPropagation::PropagationPrivate,
+    };
+    let mut made = cri::Mount {
+        container_path: in_container(&mount.mount_path),
+        readonly: mount.read_only.unwrap_or(false),
+        recursive_read_only: recursive,
+        propagation: propagation.into(),
+        ..Default::default()
+    };
+    if volume.image.is_some() {
+        let image = facts.images.get(&volume.name).cloned().unwrap_or_default();
+        made.image = Some(cri::ImageSpec { image, ..Default::default() });
+        made.image_sub_path = sub_path.map(|part| part.to_string_lossy().into_owned()).unwrap_or_default();
+        made.readonly = true;
+        return Ok(made);
+    }
+    let plugin = volumes.plugin(volume);
+    let (location, is_read_only) = (plugin.location(volume), plugin.is_read_only(volume));
+    made.readonly |= is_read_only;
+    let is_changeable = !(location == Location::Linked && is_read_only);
+    let whole = match location {
+        Location::Machine(path) => path,
+        Location::Linked => volumes.place(&volume.name)?,
+        Location::Own => volumes.path(&volume.name),
+    };
+    // What is the host's keeps its SELinux label; what the agent made gets the container's. What was
+    // mounted read-only can't have it: the kubelet's plugins call that not managed. Files of ConfigMaps
+    // and the like are read-only for containers alone.
+    let may_relabel = || volumes.plugins.all().all(|plugin| plugin.may_relabel(&volumes.folder, &whole));
+    made.selinux_relabel = whole.starts_with(&volumes.folder) && is_changeable && may_relabel();
+    let source = match sub_path {
+        Some(part) => {
+            let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
+            let target = volumes.folder.join(SUB_PATHS).join(name);
+            sub_path::mount(&whole, &part, &target)?;
+            target
+        }
+        None => whole,
+    };
+    made.host_path = source.to_string_lossy().into_owned();
+    Ok(made)
 }
 
 /// A path in the container. A relative path starts at the container's root, as to the kubelet.

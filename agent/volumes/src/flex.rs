@@ -396,14 +396,14 @@ impl FlexVolumes {
         let _ = fs::remove_dir(target);
         Ok(())
     }
+}
 
-    /// What is known of the pod's volume at `target`. None: it is none of a driver.
-    fn record_at(&self, folder: &Path, target: &Path) -> Option<PodRecord> {
-        let mut parts = target.strip_prefix(folder.join(VOLUMES)).ok()?.components();
-        let (driver, name) = (parts.next()?, parts.next()?);
-        let place = record_of(folder, driver.as_os_str().to_str()?, name.as_os_str().to_str()?);
-        records::read(&place).ok()?
-    }
+/// The record of the pod's volume at `target`. None if no driver has it.
+fn record_at(folder: &Path, target: &Path) -> Option<PodRecord> {
+    let mut parts = target.strip_prefix(folder.join(VOLUMES)).ok()?.components();
+    let (driver, name) = (parts.next()?, parts.next()?);
+    let place = record_of(folder, driver.as_os_str().to_str()?, name.as_os_str().to_str()?);
+    records::read(&place).ok()?
 }
 
 /// The kubelet's name of the plugin of all drivers: the drivers' own names are not bounded.
@@ -496,15 +496,15 @@ impl VolumePlugin for FlexVolumes {
     }
 
     fn name_of_place(&self, folder: &Path, place: &Path) -> Option<&'static str> {
-        self.record_at(folder, place).map(|_| NAME)
+        record_at(folder, place).map(|_| NAME)
     }
 
     fn may_relabel(&self, folder: &Path, place: &Path) -> bool {
-        self.record_at(folder, place).is_none_or(|record| record.relabel)
+        record_at(folder, place).is_none_or(|record| record.relabel)
     }
 
     fn is_measured(&self, folder: &Path, place: &Path) -> bool {
-        self.record_at(folder, place).is_none_or(|record| record.metrics)
+        record_at(folder, place).is_none_or(|record| record.metrics)
     }
 }
 

@@ -93,7 +93,7 @@ pub(crate) fn follow(deps: Deps, period: Duration, cancel: CancellationToken) ->
 fn check_all(pods: &Pods, deps: &Deps, objects: &Objects) {
     for (name, entry) in pods.iter().filter(|(_, entry)| runs(entry)) {
         let volumes = PodVolumes::of(&entry.pod, &deps.pods_dir, &deps.plugins);
-        if !volumes.are_restorable() || objects.is_unread(&entry.pod) {
+        if !volumes.any(|plugin| plugin.is_restorable()) || objects.is_unread(&entry.pod) {
             continue;
         }
         if let Err(error) = restore((&entry.pod, &volumes), &deps.node, objects, &deps.events) {
@@ -196,7 +196,10 @@ fn sentence(name: &PodName, error: &str) -> String {
 fn refresh(entry: &PodEntry, deps: &Deps, objects: &Objects) -> Result<usize, Error> {
     let pod: &Pod = &entry.pod;
     let volumes = PodVolumes::of(pod, &deps.pods_dir, &deps.plugins);
-    if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() || objects.is_unread(pod) {
+    if pod.metadata.deletion_timestamp.is_some()
+        || !volumes.any(|plugin| plugin.has_content())
+        || objects.is_unread(pod)
+    {
         return Ok(0);
     }
     // Volumes of objects need no claims.

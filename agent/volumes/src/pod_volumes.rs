@@ -59,10 +59,6 @@ impl PodVolumes {
         self.plugins.of(&Spec::of(volume)).1
     }
 
-    fn target<'a>(&'a self, path: &'a Path, sources: &'a Sources<'a>) -> Target<'a> {
-        Target { folder: &self.folder, path, fs_group: self.fs_group.as_ref(), sources, nested: None }
-    }
-
     /// Sets up the volumes that must be there before the first container runs, also those that are there
     /// already. A volume that no container uses delays nothing.
     ///
@@ -82,7 +78,7 @@ impl PodVolumes {
                 continue;
             }
             let path = self.path(name);
-            let target = Target { nested: nested.get(name), ..self.target(&path, sources) };
+            let target = Target { nested: nested.get(name), ..target(self, &path, sources) };
             let made = self.plugins.operations().time(Operation::Mount, &[plugin_name], || {
                 match plugin.set_up(&spec, &target, &mut left)? {
                     Some(place) => self.link(name, &place),
@@ -112,19 +108,6 @@ impl PodVolumes {
         std::os::unix::fs::symlink(place, &path).map_err(Error::io("make the link", &path))
     }
 
-    /// The volumes that are set up outside their own path and may be measured, with their places.
-    pub(crate) fn places(&self) -> Vec<(String, PathBuf)> {
-        let linked =
-            self.volumes.iter().filter(|volume| self.plugin(volume).location(volume) == Location::Linked);
-        let place = |volume: &core::Volume| {
-            Some((volume.name.clone(), std::fs::read_link(self.path(&volume.name)).ok()?))
-        };
-        let is_measured = |(_, place): &(String, PathBuf)| {
-            self.plugins.all().all(|plugin| plugin.is_measured(&self.folder, place))
-        };
-        linked.filter_map(place).filter(is_measured).collect()
-    }
-
     /// The place of a linked volume. A place that was mounted must still be: a container must not write
     /// beside it.
     pub(crate) fn place(&self, name: &str) -> Result<PathBuf, Error> {
@@ -137,16 +120,6 @@ impl PodVolumes {
         Ok(place)
     }
 
-    /// The kubelet's name of the plugin of a volume that is set up.
-    fn plugin_name_of(&self, volume: &core::Volume) -> &'static str {
-        let (name, plugin) = self.plugins.of(&Spec::of(volume));
-        if plugin.location(volume) != Location::Linked {
-            return name;
-        }
-        let place = std::fs::read_link(self.path(&volume.name)).unwrap_or_default();
-        self.plugins.name_of_place(&self.folder, &place)
-    }
-
     /// Brings volumes that show objects up to date, those that are there. Returns the number of volumes that
     /// changed.
     ///
@@ -157,7 +130,7 @@ impl PodVolumes {
         let (mounts, _) = claims::used(sources.pod);
         for volume in &self.volumes {
             let path = self.path(&volume.name);
-            let target = self.target(&path, sources);
+            let target = target(self, &path, sources);
             let refreshed = self.plugin(volume).refresh(&Spec::of(volume), &target, &mut left);
             match refreshed.map_err(|e| e.of_volume(&volume.name)) {
                 Err(_) if !mounts.contains(volume.name.as_str()) => {} // no container reads it
@@ -167,16 +140,9 @@ impl PodVolumes {
         Ok(changed)
     }
 
-    /// Returns true if any volume shows objects or facts about its pod.
-    #[must_use]
-    pub fn have_content(&self) -> bool {
-        self.volumes.iter().any(|volume| self.plugin(volume).has_content())
-    }
-
-    /// Returns true if any volume can be made again by [`Self::restore`].
-    #[must_use]
-    pub fn are_restorable(&self) -> bool {
-        self.volumes.iter().any(|volume| self.plugin(volume).is_restorable())
+    /// Returns true if any volume has a plugin for which this is true.
+    pub(crate) fn any(&self, is: fn(&dyn VolumePlugin) -> bool) -> bool {
+        self.volumes.iter().any(|volume| is(self.plugin(volume)))
     }
 
     /// Makes lost parts of the volumes that containers mount again, as far as the agent knows their content
@@ -194,7 +160,7 @@ impl PodVolumes {
             let (path, spec, plugin) = (self.path(&volume.name), Spec::of(volume), self.plugin(volume));
             if let Some(loss) = plugin.loss(&spec, &path).map_err(in_volume)? {
                 let nested = nested.get(volume.name.as_str());
-                let target = Target { nested, ..self.target(&path, sources) };
+                let target = Target { nested, ..target(self, &path, sources) };
                 plugin.set_up(&spec, &target, &mut left).map_err(in_volume)?;
                 restored.push(Restored { volume: volume.name.clone(), loss });
             }
@@ -226,7 +192,7 @@ impl PodVolumes {
     /// # Errors
     /// A mount is in use, or a driver cannot unmount a volume.
     pub fn release(&self) -> Result<(), Error> {
-        self.unmount(|| {
+        unmount(self, || {
             remove_folder(&self.folder.join(SUB_PATHS))?;
             Ok(remove_folder(&self.folder.join(VOLUMES))?)
         })
@@ -237,19 +203,33 @@ impl PodVolumes {
     /// # Errors
     /// As [`Self::release`].
     pub fn tear_down(&self) -> Result<(), Error> {
-        self.unmount(|| Ok(remove_folder(&self.folder)?))
+        unmount(self, || Ok(remove_folder(&self.folder)?))
     }
+}
 
-    /// Unmounts all mounts in the folder, then calls `remove`. Counts the volumes that were set up.
-    fn unmount(&self, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
-        let is_made = |volume: &&core::Volume| self.path(&volume.name).symlink_metadata().is_ok();
-        let made: Vec<&str> =
-            self.volumes.iter().filter(is_made).map(|volume| self.plugin_name_of(volume)).collect();
-        self.plugins.operations().time(Operation::Unmount, &made, || {
-            self.plugins.unmount_all(&self.folder)?;
-            remove()
-        })
+fn target<'a>(volumes: &'a PodVolumes, path: &'a Path, sources: &'a Sources<'a>) -> Target<'a> {
+    Target { folder: &volumes.folder, path, fs_group: volumes.fs_group.as_ref(), sources, nested: None }
+}
+
+/// The kubelet's name of the plugin of a volume that is set up.
+fn plugin_name_of(volumes: &PodVolumes, volume: &core::Volume) -> &'static str {
+    let (name, plugin) = volumes.plugins.of(&Spec::of(volume));
+    if plugin.location(volume) != Location::Linked {
+        return name;
     }
+    let place = std::fs::read_link(volumes.path(&volume.name)).unwrap_or_default();
+    volumes.plugins.name_of_place(&volumes.folder, &place)
+}
+
+/// Unmounts all mounts in the folder, then calls `remove`. Counts the volumes that were set up.
+fn unmount(volumes: &PodVolumes, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    let is_made = |volume: &&core::Volume| volumes.path(&volume.name).symlink_metadata().is_ok();
+    let made: Vec<&str> =
+        volumes.volumes.iter().filter(is_made).map(|volume| plugin_name_of(volumes, volume)).collect();
+    volumes.plugins.operations().time(Operation::Unmount, &made, || {
+        volumes.plugins.unmount_all(&volumes.folder)?;
+        remove()
+    })
 }
 
 /// Stops work that its caller no longer waits for.

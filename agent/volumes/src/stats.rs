@@ -17,7 +17,7 @@ use beelet_policy::volumes::claims;
 use beelet_state::events::{Object, Recorder};
 use futures::{StreamExt, future::join_all, stream};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, Volume};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
@@ -29,6 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::{
+    plugin::Location,
     plugins::Plugins,
     pod_volumes::PodVolumes,
     resync::{Resync, has, uid},
@@ -91,7 +92,7 @@ type Found = (VolumeUse, String);
 
 async fn of_pod(deps: &Deps, pod: Arc<Pod>) -> (Arc<Pod>, Vec<Found>) {
     let volumes = PodVolumes::of(&pod, &deps.pods_dir, &deps.plugins);
-    let places = blocking("looking for volumes", move || volumes.places()).await;
+    let places = blocking("looking for volumes", move || places(&volumes)).await;
     let measure = places.into_iter().map(async |(volume, place)| {
         let began = Instant::now();
         let asked = async {
@@ -258,4 +259,16 @@ impl Collector for Claims {
         }
         Ok(())
     }
+}
+
+/// The volumes that are set up outside their own path and may be measured, with their places.
+fn places(volumes: &PodVolumes) -> Vec<(String, PathBuf)> {
+    let linked =
+        volumes.volumes.iter().filter(|volume| volumes.plugin(volume).location(volume) == Location::Linked);
+    let place =
+        |volume: &Volume| Some((volume.name.clone(), std::fs::read_link(volumes.path(&volume.name)).ok()?));
+    let is_measured = |(_, place): &(String, PathBuf)| {
+        volumes.plugins.all().all(|plugin| plugin.is_measured(&volumes.folder, place))
+    };
+    linked.filter_map(place).filter(is_measured).collect()
 }
