@@ -107,18 +107,16 @@ impl VolumeManager {
     pub async fn prepare(&self, pod: &Pod) -> Result<Prepared, Error> {
         let Deps { storage, desired, events, .. } = &self.0.deps;
         let (storage, object) = (storage.as_deref(), || Object::pod(pod));
-        let (objects, node) = {
-            let desired = desired.borrow();
-            (Arc::clone(&desired.objects), desired.node.clone())
-        };
+        let node = desired.borrow().node.clone();
         // On the heap: few pods have any, and all would keep room for them.
         let claims = Box::pin(claims::read(storage, pod, node));
         let claims = events.while_waiting(object, "what its volume claims are bound to", claims).await?;
+        let objects = Arc::clone(&desired.borrow().objects);
         let attaching = Box::pin(self.attach(pod, &claims, &objects));
         let attachments = events.while_waiting(object, "its volumes to be attached", attaching).await?;
         let expanding = Box::pin(expand::at_mount(&self.0.plugins, storage, pod, &claims));
         events.while_waiting(object, "its volumes to grow", expanding).await?;
-        Ok(Prepared { claims, attachments })
+        Ok(Prepared { claims, attachments, objects })
     }
 
     /// Attaches the volumes that containers of the pod use, all at the same time.
@@ -150,8 +148,7 @@ impl VolumeManager {
         prepared: &Prepared,
         stop: Stop<'_>,
     ) -> Result<(), Error> {
-        let objects = Arc::clone(&self.0.deps.desired.borrow().objects);
-        let sources = Sources { pod, objects: &objects, node: &self.0.deps.node, prepared };
+        let sources = Sources { pod, objects: &prepared.objects, node: &self.0.deps.node, prepared };
         volumes.set_up(&sources, stop)
     }
 

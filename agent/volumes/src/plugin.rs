@@ -74,13 +74,15 @@ pub struct Sources<'a> {
     pub prepared: &'a Prepared,
 }
 
-/// PersistentVolumes and attachments of a pod's volumes, by volume.
+/// PersistentVolumes and attachments of a pod's volumes, by volume, and the objects that the pod refers to.
 #[derive(Clone, Debug, Default)]
 pub struct Prepared {
     /// PersistentVolumes that the pod's claims are bound to.
     pub claims: BTreeMap<String, Claimed>,
     /// Attachments of volumes whose kind has to be attached.
     pub attachments: BTreeMap<String, Attachment>,
+    /// Objects as of the preparation.
+    pub objects: Arc<Objects>,
 }
 
 /// Facts about a volume that only its attachment reveals.
