@@ -1,8 +1,8 @@
 //! Keeps one worker for each pod that should be here or still is, and publishes the [`PodTable`].
 //!
-//! One task owns everything: desired pods, what the runtime was seen to have, probe results and worker
-//! reports come in, control values and the table go out. Nothing here waits for the runtime. What one turn of
-//! its loop has changed is published at its end.
+//! One task owns everything: desired pods, relists, probe results and worker reports come in, control values
+//! and the table go out. No step waits for the runtime. The changes of one turn of the loop are published at
+//! its end.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

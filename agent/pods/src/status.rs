@@ -1,5 +1,5 @@
-//! A pod's status as users of Kubernetes know it, from its spec, what the runtime has and what probes
-//! say. Pure: the time comes in.
+//! The status of a pod, from its spec, the containers in the runtime, and the results of probes. Pure: the
+//! time comes in.
 
 use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
 use std::collections::BTreeMap;
@@ -26,12 +26,12 @@ mod containers;
 use conditions::{condition, conditions, resize_conditions};
 use containers::{container, end_unknown, pod_in_force, update_readiness};
 
-/// Why a container isn't running.
+/// The reason why a container isn't running.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Waiting {
-    /// One word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
+    /// Reason as one word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
     pub reason: String,
-    /// A sentence.
+    /// Reason as a sentence.
     pub message: String,
 }
 
@@ -40,15 +40,15 @@ pub(crate) struct Waiting {
 pub(crate) struct Inputs<'a> {
     /// The pod with its spec.
     pub pod: &'a core::Pod,
-    /// What the runtime has.
+    /// The pod in the runtime.
     pub seen: &'a Observation,
-    /// Why containers aren't running, by name.
+    /// Reasons why containers aren't running, by name.
     pub waiting: &'a BTreeMap<String, Waiting>,
-    /// Why containers were or are stopped, by the runtime's container identifier.
+    /// Reasons why containers were or are stopped, by the runtime's container identifier.
     pub condemned: &'a BTreeMap<String, KillReason>,
-    /// How containers count as ended, by name, of which the runtime has nothing any more.
+    /// Exit codes of containers that the runtime has lost, by name.
     pub last_codes: &'a BTreeMap<String, i32>,
-    /// What probes say, by the runtime's container identifier.
+    /// Results of probes, by the runtime's container identifier.
     pub probes: &'a BTreeMap<String, ProbeFacts>,
     /// OOM kills in containers, by the runtime's container identifier.
     pub oom: &'a BTreeMap<String, OomFacts>,
@@ -58,7 +58,7 @@ pub(crate) struct Inputs<'a> {
     pub failure: Option<&'a PodFailure>,
     /// Drivers have not taken back its resource claims: it has not ended yet, whatever its containers have.
     pub holds_claims: bool,
-    /// How a change of its amounts stands.
+    /// State of a change of the pod's amounts.
     pub resize: &'a ResizeFacts,
     /// The node.
     pub node: &'a NodeFacts,
@@ -102,8 +102,8 @@ impl Inputs<'_> {
         let ephemeral: Vec<_> =
             ephemeral.iter().map(|c| container(self, c, Role::Ephemeral, inits.is_empty())).collect();
         let tally = self.tally(spec, &inits, initialized, &statuses);
-        // Nothing has to be given back by a pod that was refused before anything was made. For one that had
-        // been let in, a sandbox may be on its way that nobody has seen yet.
+        // A pod that was refused before it had a sandbox has nothing to give back. For a pod that was
+        // admitted, a sandbox may be on its way that no look has shown yet.
         let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
             Some(failure) if failure.has_stopped() || failure.is_refusal() && is_untouched => "Failed",
@@ -143,8 +143,8 @@ impl Inputs<'_> {
         status
     }
 
-    /// The phase that is told. Who hears that a pod has ended takes its devices for free, so that it keeps
-    /// its phase until they are; all else is told at once (`mergePodStatus`).
+    /// The phase that is published. A reader takes the devices of a pod that has ended for free, so the pod
+    /// keeps its phase until they are; all else is published at once (`mergePodStatus`).
     fn held_phase<'p>(&'p self, phase: &'p str) -> &'p str {
         let is_final = |phase: &str| matches!(phase, "Succeeded" | "Failed");
         if !self.holds_claims || !is_final(phase) {
@@ -156,8 +156,8 @@ impl Inputs<'_> {
         }
     }
 
-    /// What was known before the runtime was asked, with what probes have said since: a listener that comes
-    /// or goes while the runtime hangs is seen all the same.
+    /// The status from before the first look, with the results of probes since: a listener that comes or goes
+    /// while the runtime hangs changes readiness all the same.
     pub(crate) fn known(&self, known: &core::PodStatus) -> core::PodStatus {
         let mut status = known.clone();
         let is_sidecar = |name: &str| container_of(self.pod, name).is_some_and(pod::is_sidecar);
@@ -184,8 +184,8 @@ impl Inputs<'_> {
         status
     }
 
-    /// The addresses of the pod's sandbox; while it has none, those that it had last: who looks at a pod that
-    /// has ended wants to know them too (the kubelet's getPodIPs).
+    /// The addresses of the pod's sandbox. Without a sandbox the pod keeps its last addresses, which readers
+    /// of a pod that has ended need too (the kubelet's getPodIPs).
     fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
         let ips = match &self.seen.sandbox {
             Some(_) if spec.host_network == Some(true) => {
@@ -217,7 +217,8 @@ impl Inputs<'_> {
         })
     }
 
-    /// Whether one of the pod's own containers has been made in its sandbox, or ran in the one that is gone.
+    /// Returns true if a container of the pod's own was made in its sandbox, or ran in the sandbox that is
+    /// gone.
     fn begun<'c>(&self, mains: impl IntoIterator<Item = &'c core::Container>) -> bool {
         let mut mains = mains.into_iter();
         match &self.seen.sandbox {
@@ -226,7 +227,7 @@ impl Inputs<'_> {
             }
             None => mains.any(|c| match self.seen.newest(&c.name) {
                 Some(newest) => !matches!(newest.state, pod::ContainerState::Created),
-                // It never runs again, and so nothing runs before it.
+                // A container that never runs again has no init container before it.
                 None => {
                     self.last_codes.get(&c.name).is_some_and(|code| !self.restarts(c, Role::Running, *code))
                 }
@@ -286,7 +287,8 @@ impl Inputs<'_> {
         inits.iter().filter(|spec| pod::is_sidecar(spec) && runs(spec)).count()
     }
 
-    /// Whether the newest container of that name is started again for the reason that it was stopped for.
+    /// Returns true if the newest container of this name is started again for the reason that it was stopped
+    /// for.
     fn comes_back(&self, spec: &core::PodSpec, container: &core::Container) -> bool {
         let reason = self.seen.newest(&container.name).and_then(|newest| self.condemned.get(&newest.id));
         reason.is_some_and(|reason| reason.is_for_a_restart()) && pod::restarts_when_killed(spec, container)

@@ -24,7 +24,7 @@ const OOM_PAUSE: Duration = Duration::from_secs(60);
 /// others along.
 const OOM_AT_ONCE: Duration = Duration::from_secs(1);
 
-/// See [`beelet_model::request::Request::Exited`]. What the worker has seen already changes nothing.
+/// See [`beelet_model::request::Request::Exited`]. An end that the worker has seen already changes nothing.
 pub(super) fn on_exited(pods: &mut Pods, uid: &str, status: cri::ContainerStatus) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     let awaited = managed.seen.as_ref().is_some_and(|seen| seen.is_running(&status.id));

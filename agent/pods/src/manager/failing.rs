@@ -33,7 +33,7 @@ pub(super) fn fail(pods: &mut Pods, uid: &str, failure: &PodFailure) {
         debug!(pod = %managed.name, reason = failure.reason, "a pod that was to be ended has ended by itself");
         return;
     } else if managed.terminating() {
-        // It goes anyway, and what it leaves is nothing: only the haste is new.
+        // The pod goes anyway: only the shorter grace period is new.
         failure.grace.filter(|grace| *grace < own)
     } else {
         let PodFailure { reason, message, .. } = failure;
@@ -130,9 +130,9 @@ pub(super) fn fail_overdue(pods: &mut Pods) {
     }
 }
 
-/// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end
-/// is over. One that was refused, or went with the machine, is as if it were new, as soon as nothing of
-/// it is left, but not where the API server knows of its end.
+/// The record of a pod from an earlier instance of the agent, and true if the pod is to run again once its
+/// end is over. A static pod that was refused, or went with the machine, counts as new as soon as nothing of
+/// it is left; a pod of the API server, which knows of the end, does not.
 pub(super) fn remembered(records: &Records, uid: &str, origin: Origin) -> (Option<PodRecord>, bool) {
     let record = records.get(uid);
     if origin.is_api() {

@@ -187,7 +187,7 @@ impl Pods {
         for (uid, managed) in &self.by_uid {
             let Some(seen) = &managed.seen else { continue };
             for (id, FirstProcess { pid, .. }) in &seen.processes {
-                // What was known stays: its cgroup needn't be computed again.
+                // A known process stays: its cgroup needn't be computed again.
                 if let Some(same) = known.get(pid).filter(|process| process.id == *id) {
                     now.insert(*pid, Arc::clone(same));
                     continue;

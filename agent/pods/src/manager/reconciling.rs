@@ -39,7 +39,7 @@ use crate::{
 };
 
 impl Manager {
-    /// Makes workers fit what is desired: starts the missing, terminates the others.
+    /// Makes workers fit the desired pods: starts the missing, terminates the others.
     pub(super) fn reconcile(&mut self) {
         let desired = Arc::clone(&self.desired.borrow_and_update());
         self.pods.due.active = true;
@@ -62,7 +62,7 @@ impl Manager {
                     || orphan.shape == Some(resize::shape(pod))
             });
             let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
-            // One whose termination an earlier instance of the agent began goes, whatever is wanted now.
+            // A pod whose termination an earlier instance of the agent began goes, whatever is desired now.
             let is_leaving = self.pods.records.is_leaving(uid);
             if self.pods.by_uid.contains_key(uid) || !is_leaving && (is_wanted || !may_remove) {
                 continue;
@@ -148,7 +148,7 @@ impl Manager {
         let assigned = Origin::of(&wanted).is_api().then(|| Arc::clone(&wanted));
         let pod = resizing::as_accepted(&wanted, kept.accepted.as_ref());
         if kept.status.is_none() {
-            // What has ended by the API server's word never runs again, whatever was forgotten here.
+            // A pod that has ended in the API server never runs again, whatever was forgotten here.
             kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
         }
         let mut deletion = assigned.as_deref().and_then(Deletion::of);
@@ -204,8 +204,8 @@ impl Manager {
     }
 }
 
-/// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may
-/// change while it runs is that pod.
+/// The desired pods by UID. A desired pod that differs from a pod that is here only in amounts that may
+/// change while the pod runs has the UID of that pod.
 fn identified(
     pods: &Pods,
     desired: &Desired,

@@ -1,4 +1,4 @@
-//! Pods that get other amounts of cpu and memory while they run: whether they may, and when they have them.
+//! Changes of the amounts of cpu and memory of pods that run: decided by admission, made by the worker.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,14 +15,15 @@ use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn}
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
-/// The pod is wanted with other amounts. They are asked for when it has its turn.
+/// Records that the pod is wanted with other amounts. Admission is asked for them when the pod has its turn.
 pub(super) fn want(managed: &mut Managed, pod: Arc<core::Pod>) {
     let same = managed.wanted.as_ref().filter(|known| resize::same_amounts(&known.pod, &pod));
     let since = same.map_or_else(Instant::now, |known| known.since);
     managed.wanted = Some(WantedAmounts { pod, since });
 }
 
-/// The pod is wanted with the amounts that it has. Returns true if its status said something else.
+/// Records that the pod is wanted with the amounts that it has. Returns true if its status had a pending
+/// change.
 pub(super) fn want_nothing(managed: &mut Managed) -> bool {
     managed.wanted = None;
     managed.resize.pending.take().is_some()
@@ -34,8 +35,8 @@ fn turn(managed: &Managed) -> Option<Turn<Instant>> {
     Some(Turn::of(&managed.pod, &wanted.pod, wanted.since))
 }
 
-/// Asks whether the pod may have the amounts that are wanted of it; if so its worker is told. What is in
-/// force is known when the cgroups have it. Returns true if its status says something else now.
+/// Asks admission for the amounts that are wanted of the pod, and passes them on to the worker. The amounts
+/// are in force once the cgroups have them. Returns true if the pod's status has changed.
 fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
     let Some(WantedAmounts { pod, since }) = managed.wanted.take() else { return false };
     let (admission, events) = (&deps.admission, &deps.reports.events);
@@ -108,9 +109,8 @@ pub(super) fn try_resizes(pods: &mut Pods) {
     }
 }
 
-/// Asks for the amounts that are wanted of a pod which another instance of the agent let in with others:
-/// nobody has looked yet whether there is room for them (the kubelet's allocation manager asks anew,
-/// too).
+/// Asks for the amounts that are wanted of a pod which another instance of the agent admitted with others:
+/// the room for them is not known yet (the kubelet's allocation manager asks again, too).
 pub(super) fn ask_for_amounts(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod>) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if !managed.terminating() && !resize::same_amounts(wanted, &managed.pod) {

@@ -1,4 +1,4 @@
-//! What the worker of a pod begins with: what is known of the pod from before.
+//! The first control value of a pod's worker, from the record of the pod.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -14,8 +14,8 @@ use crate::{
 };
 use beelet_model::status::has_ended;
 
-/// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that
-/// it knows of them. The worker need not look for that.
+/// Records the restart counts and exit codes of a pod's newest status for the worker: the runtime may lose
+/// its own. The worker need not wake for that.
 pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatus) {
     control.send_if_modified(|c| {
         for (name, count) in next_counts(Some(status)) {
@@ -31,7 +31,8 @@ pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatu
     });
 }
 
-/// How the containers of a pod have ended by its status, or would have, did the runtime lose them now.
+/// The exit codes of a pod's containers by its status; those of running containers if the runtime lost them
+/// now.
 fn last_codes(status: &core::PodStatus) -> BTreeMap<String, i32> {
     let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
     let code = |status: &core::ContainerStatus| {
@@ -52,7 +53,7 @@ pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, 
         .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
     all.filter_map(|status| {
         let count = u32::try_from(status.restart_count).ok()?;
-        // One that the runtime has lost counts already as the one after it.
+        // A container that the runtime has lost counts already as the next one.
         let next = if status.container_id.is_some() { count.checked_add(1)? } else { count };
         (next > 0).then(|| (status.name.clone(), next))
     })
@@ -71,7 +72,7 @@ pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
     is_known.then(|| Network { ips, netns: kept.netns.clone() })
 }
 
-/// What the worker of a pod with this grace period begins with.
+/// The first control value for the worker of a pod with this grace period.
 pub(super) fn control_of(
     kept: &PodRecord,
     deletion: Option<&Deletion>,

@@ -1,5 +1,5 @@
-//! What is known of all pods together, kept up with each change of one: a node of thousands of pods would
-//! else look at all of them whenever a probe of one says something new.
+//! Totals of all pods, kept up with each change of one pod: a node of thousands of pods would else count all
+//! of them for each new result of a probe.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::metrics::{Counted, Working};
 
-/// What one pod adds.
+/// The share of one pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
     pub(super) counted: Counted,
@@ -17,7 +17,7 @@ pub(super) struct Share {
     pub(super) deadline: Option<Instant>,
 }
 
-/// What all pods add.
+/// The totals of all pods.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Totals {
     /// By UID.
@@ -55,7 +55,7 @@ impl Totals {
         before.is_some_and(|share| share.is_active) != share.is_some_and(|share| share.is_active)
     }
 
-    /// How many count as what.
+    /// Numbers of pods by state.
     pub(super) fn working(&self) -> &Working {
         &self.working
     }

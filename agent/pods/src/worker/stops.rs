@@ -16,23 +16,23 @@ use crate::{error::Error, plan::PodPlan, runtime_view::Observation, services::St
 use beelet_model::pod::container_of;
 use beelet_state::events::Object;
 
-/// What a container gets to end by itself, however little is left: the kubelet's minimumGracePeriodInSeconds.
+/// Shortest time that a container has to end by itself: the kubelet's minimumGracePeriodInSeconds.
 const MINIMUM: Duration = Duration::from_secs(2);
 
-/// How old a container is before it is told to end, where its grace period has room for that. A process that
-/// has only begun does not listen to signals yet: as the first of its namespace it loses them, and goes on
-/// until its grace period is over. Who looks at the kubelet's word knows of a start about that late.
+/// Age at which a container gets its first signal, if its grace period is long enough for that. A process
+/// that has only begun does not listen to signals yet: the first process of a namespace loses them, and goes
+/// on until its grace period is over. A reader of the kubelet's status learns of a start about that late.
 const CHILDHOOD: Duration = Duration::from_secs(1);
 
-/// How long a container that is in that state now is left alone first.
+/// Time for which a container in this state is left alone first.
 fn childhood_left(state: &pod::ContainerState, now: Timestamp) -> Duration {
     let pod::ContainerState::Running { started_at } = state else { return Duration::ZERO };
-    // By the clock on the wall, which may have been set: an age below zero says nothing.
+    // The wall clock may have been set: an age below zero does not count.
     let age = Duration::try_from(now.duration_since(*started_at)).unwrap_or(CHILDHOOD);
     CHILDHOOD.saturating_sub(age)
 }
 
-/// The time in which something must have ended.
+/// The time in which a container or a sandbox must have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
     began: Instant,
@@ -40,28 +40,28 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// From now on.
+    /// A window that opens now.
     pub(super) fn new(grace: Duration) -> Self {
         Self { began: Instant::now(), grace }
     }
 
-    /// What is left for a hook, or for others to end first.
+    /// Time that is left for a hook, or for others to end first.
     fn left(self) -> Duration {
         self.grace.saturating_sub(self.began.elapsed())
     }
 
-    /// What the runtime is told: whole seconds, of which only whole ones have passed.
+    /// Time for the runtime to stop a container: whole seconds, less the whole seconds that have passed.
     fn for_runtime(self) -> Duration {
         let passed = Duration::from_secs(self.began.elapsed().as_secs());
         self.grace.saturating_sub(passed).max(MINIMUM)
     }
 }
 
-/// How far containers that end together have come.
+/// Progress of containers that end together.
 #[derive(Default)]
 struct Progress {
     ended: BTreeSet<String>,
-    /// One could not be stopped. Nobody waits for it; all is tried again.
+    /// A container could not be stopped. No other container waits for it, and the step is tried again.
     failed: bool,
 }
 
@@ -75,7 +75,7 @@ impl Stops {
         Self { services: Arc::clone(services) }
     }
 
-    /// Ends what runs in a sandbox, sidecars last and in reverse, then the sandbox itself.
+    /// Ends the containers in a sandbox, sidecars last and in reverse, then the sandbox itself.
     pub(super) async fn stop_sandbox(
         &self,
         plan: &PodPlan,
@@ -99,7 +99,7 @@ impl Stops {
         let alive: Vec<&pod::Container> =
             seen.pod.containers.iter().filter(|c| c.sandbox_id == id).filter(runs).collect();
         let inits = plan.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
-        // Its place among the sidecars; None for all others, which end first.
+        // The container's place among the sidecars; None for all others, which end first.
         let place =
             |c: &pod::Container| inits.iter().position(|init| pod::is_sidecar(init) && init.name == c.name);
         let progress = watch::Sender::new(Progress::default());
@@ -133,7 +133,7 @@ impl Stops {
         self.pre_stop(plan, (container, seen), window).await;
         let mut others = progress.subscribe();
         let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
-        // Out of time, it ends together with those it should have outlived.
+        // Without time left, the container ends together with those that it should have outlived.
         if let Ok(Ok(p)) = tokio::time::timeout(window.left(), turn).await
             && p.failed
         {
@@ -213,7 +213,7 @@ impl Stops {
         }
     }
 
-    /// Runs a hook, and says what was not as the pod wanted it.
+    /// Runs a hook. A hook that answers only by HTTP is counted, and has an event.
     async fn run_hook(
         &self,
         plan: &PodPlan,
@@ -229,7 +229,7 @@ impl Stops {
         Ok(())
     }
 
-    /// Where to record an event of a container, and its subject.
+    /// The recorder for an event of a container, and the event's object.
     fn events_of(&self, plan: &PodPlan, container: &str) -> (&beelet_state::events::Recorder, Object) {
         (&self.services.reports.events, Object::container(&plan.pod, container))
     }
