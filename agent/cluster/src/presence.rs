@@ -102,7 +102,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_pause_ends_when_somebody_is_answered() {
         let (presence, absent) = (Presence::default(), error(Kind::Unreachable));
-        presence.note::<()>(&Err(absent.clone()));
+        presence.record::<()>(&Err(absent.clone()));
         let mut backoff = Backoff::new(Duration::from_secs(60), Duration::from_secs(60));
         let began = Instant::now();
         let other = async {
@@ -118,7 +118,7 @@ mod tests {
         let presence = Presence::default();
         let busy = error(Kind::Status { code: 429, retry_after: Some(Duration::from_secs(20)) });
         presence.record(&Ok(()));
-        presence.note::<()>(&Err(busy.clone()));
+        presence.record::<()>(&Err(busy.clone()));
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let began = Instant::now();
         presence.pause(&mut backoff, &busy).await;

@@ -163,7 +163,7 @@ async fn a_plugin_gets_the_kubeconfigs_environment_and_the_question() {
     });
     let file = dir.path().join("kubeconfig");
     fs::write(&file, kubeconfig.to_string()).unwrap();
-    let exec = take(&mut crate::kubeconfig::config(&file).unwrap()).unwrap().unwrap();
+    let exec = extract_plugin(&mut crate::kubeconfig::config(&file).unwrap()).unwrap().unwrap();
     let error = Plugin::new(exec).credential().await.err().unwrap().to_string();
     assert!(error.contains("did not answer"), "{error}");
     let env = fs::read_to_string(dir.path().join("env")).unwrap();

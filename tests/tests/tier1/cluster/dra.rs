@@ -34,11 +34,11 @@ impl Member {
         let mut settings = Settings::named(DRIVER);
         change(&mut settings);
         let driver = DraDriver::start(&self.registry(), settings).unwrap();
-        self.until_registered(&driver);
+        self.until_driver_registered(&driver);
         driver
     }
 
-    fn until_registered(&self, driver: &DraDriver) {
+    fn until_driver_registered(&self, driver: &DraDriver) {
         self.scene.poll_until("the driver's registration", || match driver.registration() {
             Some((true, _)) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -352,7 +352,7 @@ async fn a_damaged_record_is_set_aside_and_rewritten() {
     std::fs::write(&file, &member.record()[1..]).unwrap();
     member.scene.agent.resume().unwrap();
     member.until_event("ResourceClaimRecordCorrupt", "moved it to").await;
-    member.until_registered(&driver);
+    member.until_driver_registered(&driver);
     let container = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&container, 1);
     member.scene.poll_until("the claim to be prepared again", || {

@@ -210,8 +210,8 @@ impl MemoryManager {
         if affinity.preferred && !preferred {
             return Err(refuse("failed to find the default preferred hint"));
         }
-        // The kubelet takes memory of a single node out of a group, and loses count of the group's memory when
-        // the blocks are freed. Here such a block comes out of the whole group.
+        // The kubelet takes memory of a single node out of a group, and loses count of the group's memory
+        // when the blocks are freed. Here such a block comes out of the whole group.
         let nodes = if ledger.satisfies(nodes, wanted) && !ledger.splits_group(nodes) {
             nodes
         } else {
