@@ -242,7 +242,7 @@ async fn links_are_followed() {
     fs::hard_link(watched.path("../hard.yaml"), watched.path("b.yaml")).unwrap();
     watched.until_pods(&["a", "b"]).await;
     symlink(watched.path("../nowhere"), watched.path("c.yaml")).unwrap();
-    watched.until("the rejection", is_rejected("c.yaml: is a link that leads to nothing")).await;
+    watched.until("the rejection", is_rejected("c.yaml: is a dangling symlink")).await;
 }
 
 #[tokio::test]
