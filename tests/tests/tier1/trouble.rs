@@ -92,7 +92,7 @@ fn a_part_that_panics_ends_the_agent_with_its_name_and_message() {
         "eviction",
         "cgroup keeper",
         "manifests",
-        "volumes",
+        "volume contents",
         "log rotation",
         "device plugins",
         "HTTP server",
