@@ -8,9 +8,9 @@ use super::ledger::{Ledger, Outcome, Row, counts};
 const HEAD: &str = "\
 # Kubernetes' own tests
 
-This page is made from `tests/conformance/ledger.tsv` by `cargo xtask conformance`, and the ledger by its runs.
+`cargo xtask conformance` generates this page from `tests/conformance/ledger.tsv`, and each run of the command updates that ledger.
 
-Kubernetes tests a node with two suites, built from its sources: `e2e.test` asks a cluster whose node runs beelet, and
+Kubernetes tests a node with two suites, built from Kubernetes' sources. `e2e.test` tests a cluster whose node runs beelet.
 `e2e_node.test` starts the agent itself, under the name `kubelet`.
 
 ```sh
@@ -24,17 +24,17 @@ E2E_NODE_TEST=./e2e_node.test cargo xtask conformance --suite node
 cargo xtask conformance --results junit.xml
 ```
 
-A test that leaves itself out (`skip`) says why; one that the end of a run cut off (`cut`) has no result yet.
+A test that skips itself (`skip`) gives the reason. A test that was still running when its run ended (`cut`) has no result yet.
 ";
 
 const BESIDE: &str = "
 ## Beside the kubelet
 
-Both agents at the same time on one machine of two cores, each with a cluster of its own. Noted by hand in
-`tests/conformance/beside.tsv`; CPU and memory are the agent's own. `signode` are the cluster suite's tests of sig-node that are
-NodeConformance or Conformance, without the slow, serial and disruptive ones.
+Both agents ran at the same time on one two-core machine, each in its own cluster. The numbers were entered by hand in
+`tests/conformance/beside.tsv`; CPU and memory are those of the agent process. `signode` means the cluster suite's sig-node tests labelled
+NodeConformance or Conformance, except the slow, serial and disruptive ones.
 
-| suite | agent | processes | tests | passed | seconds | CPU seconds | MiB resident | MiB at most | what failed |
+| suite | agent | processes | tests | passed | seconds | CPU seconds | MiB resident | MiB peak | failed tests |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 ";
 
@@ -76,7 +76,7 @@ fn not_passed(page: &mut String, rows: &[&Row]) {
     if rest.is_empty() {
         return;
     }
-    page.push_str("\nNot passed:\n\n| result | test | what it said |\n| --- | --- | --- |\n");
+    page.push_str("\nNot passed:\n\n| result | test | message |\n| --- | --- | --- |\n");
     for row in rest {
         let _ = writeln!(page, "| {} | {} | {} |", row.outcome.name(), cell(&row.test), cell(&row.reason));
     }
