@@ -39,10 +39,7 @@ pub(crate) struct CsiVolumes {
 
 /// The kubelet's name of the plugin of storage plugins' volumes. A claim that was not read may be of one.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
-    let is_ours = match spec.claimed {
-        Some(_) => spec.persistent()?.csi.is_some(),
-        None => claims::may_be_of_driver(spec.volume),
-    };
+    let is_ours = spec.is_kind(|claimed| claimed.csi.is_some(), claims::may_be_of_driver);
     is_ours.then_some("kubernetes.io/csi")
 }
 

@@ -411,10 +411,8 @@ const NAME: &str = "kubernetes.io/flexvolume";
 
 /// The kubelet's name of the plugin of flexVolume volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
-    let is_ours = match spec.claimed {
-        Some(_) => spec.persistent()?.flex_volume.is_some(),
-        None => spec.volume.flex_volume.is_some(),
-    };
+    let is_ours =
+        spec.is_kind(|claimed| claimed.flex_volume.is_some(), |volume| volume.flex_volume.is_some());
     is_ours.then_some(NAME)
 }
 
@@ -441,7 +439,7 @@ impl VolumePlugin for FlexVolumes {
     }
 
     fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
-        spec.claimed.is_some() || used.mounted
+        spec.is_claimed_or_mounted(used)
     }
 
     /// Waits until a controller has attached the volume, where its driver attaches volumes and there is a

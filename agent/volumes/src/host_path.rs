@@ -22,10 +22,7 @@ pub(crate) struct HostPathVolumes;
 
 /// The kubelet's name of the plugin of `hostPath` volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
-    let is_ours = match spec.claimed {
-        Some(_) => spec.persistent()?.host_path.is_some(),
-        None => spec.volume.host_path.is_some(),
-    };
+    let is_ours = spec.is_kind(|claimed| claimed.host_path.is_some(), |volume| volume.host_path.is_some());
     is_ours.then_some("kubernetes.io/host-path")
 }
 

@@ -36,10 +36,7 @@ pub(crate) struct NfsVolumes;
 
 /// The kubelet's name of the plugin of NFS volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
-    let is_ours = match spec.claimed {
-        Some(_) => spec.persistent()?.nfs.is_some(),
-        None => spec.volume.nfs.is_some(),
-    };
+    let is_ours = spec.is_kind(|claimed| claimed.nfs.is_some(), |volume| volume.nfs.is_some());
     is_ours.then_some("kubernetes.io/nfs")
 }
 
@@ -57,7 +54,7 @@ impl VolumePlugin for NfsVolumes {
     }
 
     fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
-        spec.claimed.is_some() || used.mounted
+        spec.is_claimed_or_mounted(used)
     }
 
     fn set_up(

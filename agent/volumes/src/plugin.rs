@@ -54,6 +54,25 @@ impl<'a> Spec<'a> {
     pub(crate) fn persistent(&self) -> Option<&'a PersistentVolumeSpec> {
         self.claimed?.volume.spec.as_ref()
     }
+
+    /// Returns true if the volume is of a kind: by its PersistentVolume if its claim was read, else by its
+    /// own spec.
+    pub(crate) fn is_kind(
+        &self,
+        of_claim: impl FnOnce(&PersistentVolumeSpec) -> bool,
+        of_pod: impl FnOnce(&Volume) -> bool,
+    ) -> bool {
+        match self.claimed {
+            Some(_) => self.persistent().is_some_and(of_claim),
+            None => of_pod(self.volume),
+        }
+    }
+
+    /// Returns true if the volume is a claim's, or a container mounts it: the rule of kinds that the agent
+    /// mounts outside the pod's own path.
+    pub(crate) fn is_claimed_or_mounted(&self, used: Use) -> bool {
+        self.claimed.is_some() || used.mounted
+    }
 }
 
 /// The namespace of a pod.

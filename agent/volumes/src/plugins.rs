@@ -14,7 +14,7 @@ use crate::{
     operations::Operations,
     plugin::{Spec, VolumePlugin},
     remote,
-    unsupported::UnsupportedVolumes,
+    unsupported::{self, UnsupportedVolumes},
 };
 
 /// The kubelet's name of the plugin of a volume, by each kind that knows it.
@@ -36,7 +36,7 @@ const MACHINE: &str = "kubernetes.io/host-path";
 /// The kubelet's name of the plugin of a pod's volume.
 #[must_use]
 pub fn plugin_name(volume: &Volume) -> &'static str {
-    NAMES.iter().find_map(|name| name(&Spec::of(volume))).unwrap_or("N/A")
+    NAMES.iter().find_map(|name| name(&Spec::of(volume))).unwrap_or(unsupported::NAME)
 }
 
 /// The plugins of a node, with the counters of their operations. Clones share them.
@@ -90,7 +90,7 @@ impl Plugins {
     /// The plugin of a volume, and the kubelet's name of it.
     pub(crate) fn of(&self, spec: &Spec<'_>) -> (&'static str, &dyn VolumePlugin) {
         let found = self.all().find_map(|plugin| Some((plugin.name(spec)?, plugin)));
-        found.unwrap_or(("N/A", &UnsupportedVolumes))
+        found.unwrap_or((unsupported::NAME, &UnsupportedVolumes))
     }
 
     /// The kubelet's name of the plugin of a linked volume, by its place.

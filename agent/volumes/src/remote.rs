@@ -306,11 +306,11 @@ impl RemoteDisks {
 
 /// The kubelet's name of the plugin of disks on networks.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
-    let (fc, iscsi) = match spec.claimed {
-        Some(_) => spec.persistent().map(|spec| (spec.fc.is_some(), spec.iscsi.is_some()))?,
-        None => (spec.volume.fc.is_some(), spec.volume.iscsi.is_some()),
-    };
-    if fc { Some("kubernetes.io/fc") } else { iscsi.then_some("kubernetes.io/iscsi") }
+    if spec.is_kind(|claimed| claimed.fc.is_some(), |volume| volume.fc.is_some()) {
+        return Some("kubernetes.io/fc");
+    }
+    let is_iscsi = spec.is_kind(|claimed| claimed.iscsi.is_some(), |volume| volume.iscsi.is_some());
+    is_iscsi.then_some("kubernetes.io/iscsi")
 }
 
 /// The volume with its disk.
@@ -338,7 +338,7 @@ impl VolumePlugin for RemoteDisks {
     }
 
     fn is_due(&self, spec: &Spec<'_>, used: Use, _attachment: Option<&Attachment>) -> bool {
-        spec.claimed.is_some() || used.mounted
+        spec.is_claimed_or_mounted(used)
     }
 
     /// Waits until a controller has attached the disk: a controller keeps a disk from being on two nodes that

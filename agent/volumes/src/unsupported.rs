@@ -15,7 +15,7 @@ use crate::{
 pub(crate) struct UnsupportedVolumes;
 
 /// The kubelet's word for a plugin that it does not know.
-const NAME: &str = "N/A";
+pub(crate) const NAME: &str = "N/A";
 
 impl VolumePlugin for UnsupportedVolumes {
     fn name(&self, _spec: &Spec<'_>) -> Option<&'static str> {
