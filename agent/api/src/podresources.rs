@@ -3,15 +3,15 @@
 //!
 //! The same socket serves v1alpha1 (devices by pod and container only) for older monitors.
 //!
-//! The API lists individually assigned resources: devices from plugins and from claims (KEP-3695). Containers
-//! have no exclusive CPUs or memory, as with the kubelet's default policies.
+//! The API lists individually assigned resources: devices from plugins and from claims (KEP-3695), and the
+//! CPUs and the memory that containers have for themselves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use beelet_proto::podresources::{
     AllocatableResourcesRequest, AllocatableResourcesResponse, CdiDevice, ClaimResource, ContainerDevices,
-    ContainerResources, DynamicResource, GetPodResourcesRequest, GetPodResourcesResponse,
+    ContainerMemory, ContainerResources, DynamicResource, GetPodResourcesRequest, GetPodResourcesResponse,
     ListPodResourcesRequest, ListPodResourcesResponse, NumaNode, PodResources, TopologyInfo,
     pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer},
 };
@@ -28,6 +28,7 @@ use beelet_base::work::Work;
 use beelet_devices::Devices;
 use beelet_dra::{ClaimView, DeviceView, Dra};
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_pinning::{Held, MemoryBlock, Pinning};
 use beelet_serve::grpc;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -91,13 +92,13 @@ impl Metrics {
 
 /// Serves until `shutdown`. A failure to create the socket is logged and affects only monitors.
 pub fn serve(
-    (devices, dra): (Devices, Dra),
+    handed_out: (Devices, Dra, Pinning),
     pods: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
     shutdown: CancellationToken,
 ) -> Work {
     Box::pin(async move {
-        let socket = devices.settings().pod_resources_socket();
+        let socket = handed_out.0.settings().pod_resources_socket();
         let listener = match grpc::bind(&socket).await {
             Ok(listener) => listener,
             Err(error) => {
@@ -105,7 +106,7 @@ pub fn serve(
                 return shutdown.cancelled().await;
             }
         };
-        let lister = Lister { devices, dra, pods, metrics };
+        let lister = Lister { handed_out, pods, metrics };
         let routes =
             Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
         let routes = routes.add_service(PodResourcesListerServer::new(lister));
@@ -117,8 +118,8 @@ pub fn serve(
 
 #[derive(Clone, Debug)]
 struct Lister {
-    devices: Devices,
-    dra: Dra,
+    /// Devices of plugins, devices of claims, CPUs and memory.
+    handed_out: (Devices, Dra, Pinning),
     pods: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
 }
@@ -126,7 +127,7 @@ struct Lister {
 impl Lister {
     async fn listed(&self) -> Result<Vec<PodResources>, Status> {
         let table = Arc::clone(&self.pods.borrow());
-        let handed_out = (self.devices.clone(), self.dra.clone());
+        let handed_out = self.handed_out.clone();
         let listed = spawn_blocking(move || {
             let active = table.pods.iter().filter(|(_, entry)| entry.ended().is_none());
             active.map(|(name, entry)| pod_resources(&handed_out, name, entry)).collect()
@@ -135,10 +136,11 @@ impl Lister {
     }
 
     async fn allocatable(&self) -> Result<AllocatableResourcesResponse, Status> {
-        let devices = self.devices.clone();
+        let (devices, _, pinning) = self.handed_out.clone();
         let listed = spawn_blocking(move || container_devices(devices.allocatable())).await;
         let devices = listed.map_err(|error| Status::internal(error.to_string()))?;
-        Ok(AllocatableResourcesResponse { devices, ..Default::default() })
+        let (cpu_ids, memory) = pinned(pinning.allocatable());
+        Ok(AllocatableResourcesResponse { devices, cpu_ids, memory })
     }
 
     fn found(&self, request: GetPodResourcesRequest) -> Result<GetPodResourcesResponse, Status> {
@@ -149,8 +151,7 @@ impl Lister {
         let missing =
             || Status::not_found(format!("pod {} in namespace {} not found", name.name, name.namespace));
         let entry = entry.ok_or_else(missing)?;
-        let handed_out = (self.devices.clone(), self.dra.clone());
-        let pod_resources = Some(pod_resources(&handed_out, &name, entry));
+        let pod_resources = Some(pod_resources(&self.handed_out, &name, entry));
         Ok(GetPodResourcesResponse { pod_resources })
     }
 }
@@ -173,19 +174,40 @@ fn container_devices(of_resource: BTreeMap<String, Ids>) -> Vec<ContainerDevices
     all.collect()
 }
 
+/// Converts CPUs and memory.
+fn pinned(held: Held) -> (Vec<i64>, Vec<ContainerMemory>) {
+    let memory = |MemoryBlock { resource, size, nodes }| {
+        let nodes = nodes.into_iter().map(|id| NumaNode { id: id.into() }).collect();
+        ContainerMemory { memory_type: resource, size, topology: Some(TopologyInfo { nodes }) }
+    };
+    (held.cpus.into_iter().map(i64::from).collect(), held.memory.into_iter().map(memory).collect())
+}
+
 /// Returns a pod with all its containers, including those without devices.
-fn pod_resources((devices, dra): &(Devices, Dra), name: &PodName, entry: &PodEntry) -> PodResources {
+fn pod_resources(
+    (devices, dra, pinning): &(Devices, Dra, Pinning),
+    name: &PodName,
+    entry: &PodEntry,
+) -> PodResources {
     let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
-    let mut held = devices.held_by(uid);
+    let (mut held, mut pins) = (devices.held_by(uid), pinning.held_by(uid));
     let spec = entry.pod.spec.as_ref();
     let sidecars = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten());
     let sidecars = sidecars.filter(|c| beelet_policy::pod::is_sidecar(c));
     let all = sidecars.chain(spec.into_iter().flat_map(|s| &s.containers));
-    let containers = all.map(|container| ContainerResources {
-        name: container.name.clone(),
-        devices: container_devices(held.remove(&container.name).unwrap_or_default()),
-        dynamic_resources: dra.claims_of(&entry.pod, container).into_iter().map(dynamic_resource).collect(),
-        ..ContainerResources::default()
+    let containers = all.map(|container| {
+        let (cpu_ids, memory) = pinned(pins.remove(&container.name).unwrap_or_default());
+        ContainerResources {
+            name: container.name.clone(),
+            devices: container_devices(held.remove(&container.name).unwrap_or_default()),
+            cpu_ids,
+            memory,
+            dynamic_resources: dra
+                .claims_of(&entry.pod, container)
+                .into_iter()
+                .map(dynamic_resource)
+                .collect(),
+        }
     });
     PodResources {
         name: name.name.clone(),

@@ -3,6 +3,8 @@
 //!
 //! All fields are optional; [`super::resolve`] sets the defaults.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::values::{Amounts, GoDuration};
@@ -54,8 +56,19 @@ pub(super) struct KubeletWire {
     pub(super) protect_kernel_defaults: Option<bool>,
     pub(super) memory_swap: Option<MemorySwapWire>,
     pub(super) user_namespaces: Option<UserNamespacesWire>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) feature_gates: Option<BTreeMap<String, bool>>,
+    pub(super) cpu_manager_policy: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) cpu_manager_policy_options: Option<BTreeMap<String, String>>,
+    pub(super) cpu_manager_reconcile_period: Option<GoDuration>,
+    pub(super) memory_manager_policy: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reserved_memory: Option<Vec<ReservedMemoryWire>>,
     pub(super) topology_manager_policy: Option<String>,
     pub(super) topology_manager_scope: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) topology_manager_policy_options: Option<BTreeMap<String, String>>,
     pub(super) serialize_image_pulls: Option<bool>,
     pub(super) max_parallel_image_pulls: Option<i64>,
     pub(super) image_pull_credentials_verification_policy: Option<String>,
@@ -133,6 +146,14 @@ pub(super) struct KubeletWire {
     pub(super) shutdown_grace_period_critical_pods: Option<GoDuration>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) shutdown_grace_period_by_pod_priority: Option<Vec<ShutdownPeriodWire>>,
+}
+
+/// Memory reserved on a NUMA node.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct ReservedMemoryWire {
+    pub(super) numa_node: i64,
+    pub(super) limits: Amounts,
 }
 
 /// Grace period at the machine's shutdown for pods of at least this priority.

@@ -15,7 +15,6 @@ use std::time::Duration;
 
 use beelet_policy::{
     admission::preemption,
-    devices::topology::{TopologyPolicy, TopologyScope},
     images::{containers::ContainerGcPolicy, credentials::Verification},
     node::shutdown::Periods,
     probe::{EdgePolicy, listener::QueueRule},
@@ -37,6 +36,7 @@ mod fields;
 mod kubelet;
 pub mod load;
 mod node;
+mod pinning;
 mod pressure;
 mod pressure_edges;
 mod reservations;
@@ -51,6 +51,7 @@ mod words;
 pub use credential_providers::{CredentialProvider, CredentialProviders, ProviderVersion, TokenAttributes};
 pub use error::{ConfigError, ConfigFaults, FilePlace, Warning};
 pub use load::{Setting, Sources};
+pub use pinning::Pinning;
 pub use pressure::{Eviction, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};
 
@@ -91,7 +92,8 @@ pub struct Config {
     pub system_reserved: BTreeMap<String, Quantity>,
     /// Amounts reserved for the node's own agents.
     pub kube_reserved: BTreeMap<String, Quantity>,
-    /// `reservedSystemCPUs` as written. `system_reserved` has the number of these CPUs. Pods may run on them.
+    /// `reservedSystemCPUs` as written. `system_reserved` has the number of these CPUs. With
+    /// `cpuManagerPolicy: static` no container gets one of them for itself.
     pub reserved_system_cpus: String,
     /// Cgroup with `system_reserved` as its limit; None: not enforced.
     pub system_reserved_cgroup: Option<ReservedCgroup>,
@@ -121,8 +123,8 @@ pub struct Config {
     pub user_ids_per_pod: u32,
     /// Maximum delay between two restarts of a crashing container.
     pub max_container_restart_period: Duration,
-    /// Policy and scope of the alignment of a container's devices.
-    pub topology: (TopologyPolicy, TopologyScope),
+    /// Policies of exclusive CPUs and memory, and of the alignment of these and of devices.
+    pub pinning: Pinning,
     /// Maximum number of concurrent image pulls; None: no limit.
     pub parallel_image_pulls: Option<usize>,
     /// Verification of a pod's right to use an image that the node already has.

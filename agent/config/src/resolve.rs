@@ -9,7 +9,6 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use beelet_policy::{
-    devices::topology::{TopologyPolicy, TopologyScope},
     images::credentials::{Policy, Verification, wrong_entry},
     probe::listener::QueueRule,
     resources::{
@@ -28,12 +27,6 @@ use super::words::{duration, duration_or_zero, nonzero, number, path, path_or, p
 use super::{Autonomy, Beelet, Config, TcpProbes, Tracing, pressure, reservations};
 
 /// The first of each is the default.
-const TOPOLOGY_POLICIES: [(&str, TopologyPolicy); 4] = [
-    ("none", TopologyPolicy::None),
-    ("best-effort", TopologyPolicy::BestEffort),
-    ("restricted", TopologyPolicy::Restricted),
-    ("single-numa-node", TopologyPolicy::SingleNumaNode),
-];
 const VERIFICATION_POLICIES: [(&str, Policy); 4] = [
     ("NeverVerifyPreloadedImages", Policy::NeverVerifyPreloadedImages),
     ("NeverVerify", Policy::NeverVerify),
@@ -42,8 +35,6 @@ const VERIFICATION_POLICIES: [(&str, Policy); 4] = [
 ];
 const SWAP_BEHAVIORS: [(&str, SwapBehavior); 2] =
     [("NoSwap", SwapBehavior::NoSwap), ("LimitedSwap", SwapBehavior::LimitedSwap)];
-const TOPOLOGY_SCOPES: [(&str, TopologyScope); 2] =
-    [("container", TopologyScope::Container), ("pod", TopologyScope::Pod)];
 
 /// Maximum value of 32 bits.
 const MOST: i64 = u32::MAX as i64;
@@ -102,10 +93,7 @@ pub(super) fn kubelet(
         )?,
         user_ids_per_pod: user_ids_per_pod(wire.user_namespaces.get_or_insert_default())?,
         max_container_restart_period: restart_period(wire.crash_loop_back_off.get_or_insert_default())?,
-        topology: (
-            word("topologyManagerPolicy", &mut wire.topology_manager_policy, TOPOLOGY_POLICIES)?,
-            word("topologyManagerScope", &mut wire.topology_manager_scope, TOPOLOGY_SCOPES)?,
-        ),
+        pinning: super::pinning::resolve(wire, partly)?,
         parallel_image_pulls: parallel_pulls(wire)?,
         image_verification: image_verification(wire)?,
         credential_providers: None,

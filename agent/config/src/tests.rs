@@ -3,8 +3,6 @@ mod v1beta1;
 use std::io::Write;
 use std::net::Ipv4Addr;
 
-use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
-
 use super::*;
 
 fn load(text: &str) -> Result<(Config, Vec<Warning>), ConfigFaults> {
@@ -102,9 +100,6 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(field("cgroupDriver: systemd").cgroup_driver, Some(CgroupDriver::Systemd));
     assert_eq!(field("cgroupDriver: \"\"").cgroup_driver, None);
     assert_eq!(field("resolvConf: ''").resolv_conf, None);
-    assert_eq!(field("").topology, (TopologyPolicy::None, TopologyScope::Container));
-    let strict = field("topologyManagerPolicy: single-numa-node\ntopologyManagerScope: pod");
-    assert_eq!(strict.topology, (TopologyPolicy::SingleNumaNode, TopologyScope::Pod));
     assert_eq!(field("staticPodPath: null").static_pod_path, None);
     assert_eq!(field("containerRuntimeEndpoint: /x.sock").runtime_endpoint, "unix:///x.sock");
     assert_eq!(field("containerRuntimeEndpoint: unix:///x.sock").image_endpoint, "unix:///x.sock");
@@ -165,7 +160,7 @@ fn the_number_of_pods_is_limited_by_cpus_too() {
 fn kubeadms_zeros_are_the_kubelets_defaults() {
     let (config, warnings) = load(include_str!("testdata/kubeadm.yaml")).unwrap();
     let unread: Vec<&str> = warnings.iter().map(|warning| warning.field.as_str()).collect();
-    assert_eq!(unread, ["cpuManagerReconcilePeriod", "httpCheckFrequency", "logging", "syncFrequency"]);
+    assert_eq!(unread, ["httpCheckFrequency", "logging", "syncFrequency"]);
     // Overwrite the fields that kubeadm sets: all others must have the defaults.
     let expected = set(&kubelet(
         "authentication: {x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}}\ncgroupDriver: systemd\n\
@@ -464,11 +459,11 @@ fn fields_without_an_effect_are_shown_as_they_were_written_or_as_the_kubelets_de
     let config = set("");
     assert_eq!(shown(&config, "syncFrequency"), "1m0s");
     assert_eq!(shown(&config, "featureGates"), serde_json::Value::Null);
-    let base = kubelet("featureGates: {A: true, B: true}\nsyncFrequency: 2m\ncpuManagerReconcilePeriod: 3s");
-    let drop_in = kubelet("featureGates: {B: false}\ncpuManagerReconcilePeriod: 1s");
+    let base = kubelet("featureGates: {A: true, B: true}\nsyncFrequency: 2m\nhttpCheckFrequency: 3s");
+    let drop_in = kubelet("featureGates: {B: false}\nhttpCheckFrequency: 1s");
     let (config, _) = layered(&base, &[("10.conf", &drop_in)], &[]).unwrap();
     assert_eq!(shown(&config, "featureGates"), serde_json::json!({ "A": true, "B": false }));
-    assert_eq!(shown(&config, "cpuManagerReconcilePeriod"), "1s");
+    assert_eq!(shown(&config, "httpCheckFrequency"), "1s");
     assert_eq!(shown(&config, "syncFrequency"), "2m");
 }
 

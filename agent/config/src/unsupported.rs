@@ -22,8 +22,6 @@ pub(super) fn defaults() -> Map<String, Value> {
         "configMapAndSecretChangeDetectionStrategy": "Watch",
         "containerLogMaxWorkers": 1,
         "contentType": "application/vnd.kubernetes.protobuf",
-        "cpuManagerPolicy": "none",
-        "cpuManagerReconcilePeriod": "10s",
         "enableControllerAttachDetach": true,
         "enableProfilingHandler": true,
         "hairpinMode": "promiscuous-bridge",
@@ -33,7 +31,6 @@ pub(super) fn defaults() -> Map<String, Value> {
         "kubeAPIBurst": 100,
         "kubeAPIQPS": 50,
         "makeIPTablesUtilChains": true,
-        "memoryManagerPolicy": "None",
         "syncFrequency": "1m0s",
     });
     defaults.as_object().cloned().unwrap_or_default()
@@ -94,16 +91,8 @@ const GROUPS: &[Group] = &[
         fields: &["kernelMemcgNotification"],
     },
     Group {
-        reason: "CPUs, memory and NUMA nodes are not pinned in this version: containers share what their node has",
-        fields: &[
-            "cpuManagerPolicy",
-            "cpuManagerPolicyOptions",
-            "cpuManagerReconcilePeriod",
-            "memoryManagerPolicy",
-            "topologyManagerPolicyOptions",
-            "reservedMemory",
-            "draManagerReconcilePeriod",
-        ],
+        reason: "drivers of claims are compared with the pods at every change",
+        fields: &["draManagerReconcilePeriod"],
     },
     Group {
         reason: "cgroups outside the pods' own are left alone in this version",
@@ -118,10 +107,7 @@ const GROUPS: &[Group] = &[
         reason: "the agent syncs a pod at every change, and all pods at every relist",
         fields: &["syncFrequency"],
     },
-    Group {
-        reason: "beelet has no feature gates; its features have fields of their own",
-        fields: &["featureGates", "showHiddenMetricsForVersion"],
-    },
+    Group { reason: "no metric is hidden", fields: &["showHiddenMetricsForVersion"] },
     Group {
         reason: "logging is set on the command line (-v, --log-format) and by RUST_LOG",
         fields: &["logging"],

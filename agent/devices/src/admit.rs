@@ -15,7 +15,7 @@ use std::{
 
 use beelet_policy::devices::{
     AllocateError, ContainerRequest,
-    admission::{self, Admission, AdmissionError, Next, contended},
+    admission::{self, Admission, AdmissionError, Aligner, Next, contended},
     container_requests,
     registration::is_extended_resource_name,
 };
@@ -39,9 +39,8 @@ use super::{
 use beelet_model::{failure::Refusal, origin::Origin, request::Request, table::PodName};
 use beelet_state::events::{Object, Recorder};
 
-/// Reasons of the kubelet for a pod that cannot have its devices.
+/// Reason of the kubelet for a pod that cannot have its devices.
 const UNEXPECTED: &str = "UnexpectedAdmissionError";
-const TOPOLOGY: &str = "TopologyAffinityError";
 /// Maximum number of refused pods remembered for a retry. Further ones wait for a change of their manifest.
 const MAX_REFUSED: usize = 1024;
 /// Maximum number of queued pods. Further requests are not received until one leaves the queue.
@@ -82,6 +81,7 @@ pub enum DeviceRefusal {
 pub(super) struct Asked {
     pod: Arc<core::Pod>,
     circumstances: Circumstances,
+    aligner: Option<Box<dyn Aligner>>,
     answer: Answer,
 }
 
@@ -93,6 +93,7 @@ pub(super) async fn ask(
     admissions: &mpsc::Sender<Asked>,
     pod: &Arc<core::Pod>,
     circumstances: Circumstances,
+    aligner: Option<Box<dyn Aligner>>,
 ) -> Result<(), DeviceRefusal> {
     let wants = container_requests(pod).is_ok_and(|wishes| {
         let mut limits = wishes.iter().flat_map(|wish| &wish.limits);
@@ -104,7 +105,7 @@ pub(super) async fn ask(
         return Ok(());
     }
     let (answer, answered) = oneshot::channel();
-    let asked = Asked { pod: Arc::clone(pod), circumstances, answer };
+    let asked = Asked { pod: Arc::clone(pod), circumstances, aligner, answer };
     if admissions.send(asked).await.is_err() {
         return Ok(()); // no devices are handed out here
     }
@@ -208,8 +209,8 @@ impl Desk {
 
     /// Runs one admission and sends its answer.
     async fn serve(self: Arc<Self>, asked: Asked) {
-        let Asked { pod, circumstances, mut answer } = asked;
-        let admitted = self.admit(&pod, circumstances, &mut answer).await;
+        let Asked { pod, circumstances, aligner, mut answer } = asked;
+        let admitted = self.admit(&pod, (circumstances, aligner), &mut answer).await;
         // The requester may no longer wait: the pod's end releases everything.
         let _ = answer.send(admitted);
     }
@@ -251,7 +252,7 @@ impl Desk {
     async fn admit(
         &self,
         pod: &core::Pod,
-        circumstances: Circumstances,
+        (circumstances, aligner): (Circumstances, Option<Box<dyn Aligner>>),
         answer: &mut Answer,
     ) -> Result<(), DeviceRefusal> {
         let name = PodName::of(pod);
@@ -264,7 +265,7 @@ impl Desk {
             return Err(self.wait(pod, &uid, missing));
         }
         let restarting = circumstances.restarting;
-        match self.allocate(&uid, wishes, circumstances, answer).await {
+        match self.allocate(&uid, wishes, (circumstances, aligner), answer).await {
             Ok(()) => {
                 if let Err(cause) = self.written().await {
                     let until = Instant::now() + WRITE_RETRY;
@@ -312,15 +313,13 @@ impl Desk {
         &self,
         uid: &str,
         wishes: Vec<ContainerRequest<'_>>,
-        circumstances: Circumstances,
+        (circumstances, aligner): (Circumstances, Option<Box<dyn Aligner>>),
         answer: &mut Answer,
     ) -> Result<(), AdmitError> {
-        let settings = &self.shared.settings;
         let circumstances = admission::Circumstances {
             running: circumstances.running,
             ended: circumstances.ended,
-            policy: settings.policy,
-            scope: settings.scope,
+            ..admission::Circumstances::default()
         };
         let limits = wishes.iter().flat_map(|wish| &wish.limits);
         let wanted: BTreeSet<String> = limits.map(|(resource, _)| (*resource).to_owned()).collect();
@@ -329,7 +328,7 @@ impl Desk {
         };
         let before = self.shared.with_ledger(|ledger| free(ledger));
         self.entering(uid);
-        let mut admission = Admission::new(uid, wishes, circumstances);
+        let mut admission = Admission::new(uid, wishes, circumstances).aligned_by(aligner);
         let mut outcome = tokio::select! {
             outcome = self.step_by_step(&mut admission, uid) => outcome,
             () = answer.closed() => Err(AdmitError::Unasked),
@@ -419,8 +418,12 @@ impl Desk {
         restarting: bool,
     ) -> DeviceRefusal {
         let (message, reason, may_pass, lack) = match trouble {
+            AdmitError::Refused(AdmissionError::Aligned(refusal)) => {
+                return self.fail(pod, uid, refusal.reason.as_str(), refusal.message, None).await;
+            }
+            // Nothing but the aligner aligns.
             AdmitError::Refused(AdmissionError::Topology(error)) => {
-                (error.to_string(), TOPOLOGY, false, None)
+                (error.to_string(), UNEXPECTED, false, None)
             }
             AdmitError::Refused(AdmissionError::Allocate(error)) => {
                 let lack = match &error {
@@ -443,11 +446,7 @@ impl Desk {
         if may_pass && !overdue {
             return self.wait(pod, uid, message);
         }
-        let message = if reason == TOPOLOGY {
-            message
-        } else {
-            format!("Allocate failed due to {message}, which is unexpected")
-        };
+        let message = format!("Allocate failed due to {message}, which is unexpected");
         self.fail(pod, uid, reason, message, lack).await
     }
 

@@ -35,9 +35,7 @@ use std::{
 };
 
 use beelet_policy::devices::{
-    Remnant, container_requests,
-    registration::is_extended_resource_name,
-    topology::{TopologyPolicy, TopologyScope},
+    Remnant, admission::Aligner, container_requests, registration::is_extended_resource_name,
 };
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
@@ -71,18 +69,13 @@ pub struct Settings {
     pub kubelet_dir: PathBuf,
     /// Time that a pod waits for a missing plugin.
     pub plugin_wait: Duration,
-    /// Strictness of NUMA alignment of a container's devices.
-    pub policy: TopologyPolicy,
-    /// Unit of alignment: container or pod.
-    pub scope: TopologyScope,
 }
 
 impl Settings {
     /// Returns the kubelet's defaults for this folder.
     #[must_use]
     pub fn new(kubelet_dir: PathBuf) -> Self {
-        let (policy, scope) = (TopologyPolicy::None, TopologyScope::Container);
-        Self { kubelet_dir, plugin_wait: PLUGIN_WAIT, policy, scope }
+        Self { kubelet_dir, plugin_wait: PLUGIN_WAIT }
     }
 
     fn plugins_dir(&self) -> PathBuf {
@@ -196,7 +189,7 @@ impl Devices {
     }
 
     /// Assigns a pod its devices before its first container starts; returns at once if the pod wants none. On
-    /// success the checkpoint contains them.
+    /// success the checkpoint contains them. The aligner decides which NUMA nodes they should come from.
     ///
     /// # Errors
     /// The pod cannot have its devices at present, or has been refused permanently.
@@ -204,8 +197,9 @@ impl Devices {
         &self,
         pod: &Arc<core::Pod>,
         circumstances: Circumstances,
+        aligner: Option<Box<dyn Aligner>>,
     ) -> Result<(), DeviceRefusal> {
-        admit::ask(&self.shared, &self.admissions, pod, circumstances).await
+        admit::ask(&self.shared, &self.admissions, pod, circumstances, aligner).await
     }
 
     /// Returns the options that make a container's devices visible to it. Calls the plugins that require a

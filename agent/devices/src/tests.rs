@@ -242,7 +242,7 @@ async fn a_pod_that_must_wait_for_its_devices_does_not_wake_itself() {
     let mut node = devices.node();
     node.borrow_and_update();
     let circumstances = Circumstances { restarting: true, ..Circumstances::default() };
-    let refused = devices.admit(&Arc::new(pod), circumstances).await;
+    let refused = devices.admit(&Arc::new(pod), circumstances, None).await;
     assert!(matches!(refused, Err(DeviceRefusal::Wait { .. })), "{refused:?}");
     assert!(!node.has_changed().unwrap(), "the pod's own attempt would wake it");
     shutdown.cancel();

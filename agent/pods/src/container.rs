@@ -7,6 +7,7 @@ use beelet_base::{
     folder::{READABLE, make_folder},
 };
 use beelet_model::objects::Objects;
+use beelet_pinning::Pinning;
 use beelet_policy::{
     pod::{Start, start_limit::Call},
     resources::{cgroups as values, critical},
@@ -48,6 +49,7 @@ pub(crate) struct Containers {
     pub(crate) pods: PodDeps,
     pub(crate) images: ImagePulls,
     pub(crate) devices: DeviceDeps,
+    pub(crate) pinning: Pinning,
     pub(crate) volumes: VolumeManager,
     pub(crate) users: PodUsers,
     pub(crate) calls: CallQueue,
@@ -180,6 +182,8 @@ impl Containers {
         let claimed = claimed.await.map_err(Error::Unprepared)?;
         devices.add_cdi(claimed);
         devices.apply(&mut config, self.devices.cdi_by_annotation);
+        let linux = config.linux.get_or_insert_default();
+        self.pinning.apply(pod, &container.name, linux.resources.get_or_insert_default());
         Ok(config)
     }
 

@@ -9,7 +9,10 @@ use beelet_cri::{Runtime, mounts::Mounts};
 use beelet_devices::Devices;
 use beelet_dra::Dra;
 use beelet_images::{Leases, pull::Puller};
-use beelet_model::{desired::Desired, objects::Objects, pod::NodeFacts, storage::Storage, table::PodTable};
+use beelet_model::{
+    desired::Desired, ended::Ended, objects::Objects, pod::NodeFacts, storage::Storage, table::PodTable,
+};
+use beelet_pinning::Pinning;
 use beelet_policy::resources::cgroups::CgroupConfig;
 use beelet_state::events::Recorder;
 use beelet_volumes::VolumeManager;
@@ -29,6 +32,8 @@ pub struct Deps {
     pub images: ImageDeps,
     /// Devices of plugins and of claims.
     pub devices: DeviceDeps,
+    /// Gives containers exclusive CPUs and memory.
+    pub pinning: Pinning,
     /// Prepares volumes and takes them back.
     pub volumes: VolumeManager,
     /// Decides which pods may run here.
@@ -105,6 +110,15 @@ pub struct Reports {
     pub events: Recorder,
     /// Counters and gauges.
     pub metrics: Metrics,
+}
+
+impl Deps {
+    /// Releases the room of an ended pod, after its CPUs and its memory: pods that wait for the room need
+    /// these too.
+    pub(crate) fn released(&self, uid: &str, ended: Ended) {
+        self.pinning.released(uid, ended);
+        self.admission.released(uid, ended);
+    }
 }
 
 impl PodDeps {

@@ -6,6 +6,7 @@ use beelet_admission::Admission;
 use beelet_cri::Runtime;
 use beelet_devices::Devices;
 use beelet_model::pod::NodeFacts;
+use beelet_pinning::Pinning;
 
 use crate::{
     call_queue::CallQueue,
@@ -45,6 +46,7 @@ pub(crate) struct StartServices {
     pub(crate) containers: Containers,
     pub(crate) admission: Arc<Admission>,
     pub(crate) devices: Devices,
+    pub(crate) pinning: Pinning,
     pub(crate) pods: PodDeps,
     pub(crate) node: NodeFacts,
     pub(crate) reports: Reports,
@@ -68,7 +70,7 @@ pub(crate) struct EndServices {
 impl Services {
     /// Makes the services of a node.
     pub(crate) fn new(deps: &Deps) -> Self {
-        let Deps { runtime, node, images, devices, volumes, admission, pods, reports } = deps;
+        let Deps { runtime, node, images, devices, pinning, volumes, admission, pods, reports } = deps;
         let (calls, cri) = (CallQueue::default(), runtime.cri.clone());
         let users = PodUsers { runtime: cri.clone(), users: Arc::clone(&runtime.users) };
         let claims = ResourceClaims {
@@ -94,6 +96,7 @@ impl Services {
             pods: pods.clone(),
             images: pulls,
             devices: devices.clone(),
+            pinning: pinning.clone(),
             volumes: volumes.clone(),
             users: users.clone(),
             calls: calls.clone(),
@@ -117,6 +120,7 @@ impl Services {
                 containers,
                 admission: Arc::clone(admission),
                 devices: devices.plugins.clone(),
+                pinning: pinning.clone(),
                 pods: pods.clone(),
                 node: node.facts.clone(),
                 reports: reports.clone(),

@@ -21,11 +21,8 @@ pub(super) async fn open(
     requests: mpsc::Sender<Request>,
 ) -> Result<(Devices, Tasks)> {
     let config = &services.config;
-    let (policy, scope) = config.topology;
     let settings = Settings {
         plugin_wait: config.beelet.device_plugin_wait,
-        policy,
-        scope,
         ..Settings::new(config.beelet.kubelet_dir.clone())
     };
     // Always list them: a damaged checkpoint shows only when it is read.

@@ -5,9 +5,10 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-use super::addresses;
+use super::{addresses, topology};
 use anyhow::{Context, Result, bail};
 use beelet_policy::node::reservations::{Excess, excesses};
 use beelet_policy::resources::{
@@ -24,6 +25,7 @@ use beelet_base::{blocking::blocking, filesystem, machine_memory::meminfo};
 use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, HostDns, HostIps, NodeFacts};
+use beelet_pinning::machine::MachineTopology;
 
 /// Maximum size of a resolver configuration, in bytes: the kubelet's bound.
 const RESOLVER_MAX: u64 = 10 << 20;
@@ -43,6 +45,8 @@ pub struct Machine {
     pub swap_bytes: u64,
     /// Huge pages by resource name.
     pub hugepages: BTreeMap<String, Quantity>,
+    /// CPUs and NUMA nodes; `None` where nothing is pinned.
+    pub topology: Option<Arc<MachineTopology>>,
     /// The node's own addresses, `status.hostIPs`.
     pub host: HostIps,
 }
@@ -61,6 +65,7 @@ impl Machine {
             swap_bytes: meminfo(&fs::read_to_string(MEMINFO).unwrap_or_default(), "SwapTotal").unwrap_or(0),
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
+            topology: topology::inspect(config, memory()?).await?,
             host: addresses::of(&config.node.ips),
         })
     }
@@ -134,6 +139,7 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
         // systemd.
         cpu_cfs_quota: config.cpu_cfs_quota,
         cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
+        exclusive_cpus: config.pinning.has_exclusive_cpus().then_some(config.pinning.gates),
         qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),
         cpu_weight_formula: config.beelet.cpu_weight_formula,
         memory_qos: config.memory_qos,
@@ -337,6 +343,7 @@ mod tests {
             storage_bytes: Some(100 << 30),
             swap_bytes: 0,
             hugepages: BTreeMap::new(),
+            topology: None,
             host: HostIps::fixed(Vec::new()),
         };
         check_reservations(&config, &machine).unwrap();

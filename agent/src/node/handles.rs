@@ -11,6 +11,7 @@ use super::services::Services;
 use beelet_api::grpc::devices::NodeResources;
 use beelet_devices::Devices;
 use beelet_model::{desired::Desired, pod::HostIps, request::Request, table::PodTable};
+use beelet_pinning::Pinning;
 
 /// A part that is built elsewhere, by name.
 pub(super) type Attached =
@@ -31,6 +32,8 @@ pub struct Handles {
     pub resources: NodeResources,
     /// The devices of the node.
     pub devices: Devices,
+    /// Exclusive CPUs and memory of containers.
+    pub pinning: Pinning,
     /// Returns the node's current conditions in the form of a v1.Node's status.
     pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
     /// Hints of a container's exit, in addition to those of the kernel and the runtime.

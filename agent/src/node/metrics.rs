@@ -52,6 +52,7 @@ pub struct Metrics {
     pub(super) probes: beelet_probes::Metrics,
     pub(super) relist: relist::Metrics,
     pub(super) devices: beelet_devices::Metrics,
+    pub(super) pinning: beelet_pinning::Metrics,
     pub(super) volumes: beelet_volumes::Metrics,
     pub(super) csi: beelet_csi::Metrics,
     pub(super) dra: beelet_dra::Metrics,
@@ -84,6 +85,7 @@ impl Metrics {
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
+        self.pinning.register(&mut registry);
         self.csi.register(&mut registry);
         self.dra.register(&mut registry);
         self.exits.register(&mut registry);

@@ -24,6 +24,7 @@ pub mod metrics;
 pub mod observe;
 mod opened;
 mod own_use;
+mod pinning;
 pub(crate) mod preflight;
 pub mod process;
 mod protection;
@@ -35,6 +36,7 @@ mod stats;
 mod subordinate_ids;
 pub mod systemd;
 mod tasks;
+mod topology;
 mod upkeep;
 
 use std::time::Duration;

@@ -20,7 +20,7 @@ use super::{
     handles::{Attached, Handles},
     kernel,
     opened::Node,
-    preflight, process,
+    pinning, preflight, process,
     protection::NodeProtection,
     servers,
     services::{Ends, Late, Services},
@@ -36,6 +36,7 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_model::{desired::Desired, pod::NodeFacts, processes::Shared as Processes};
+use beelet_pinning::Pinning;
 use beelet_pods::{
     deps as pods,
     manager::{self, Manager},
@@ -188,6 +189,7 @@ async fn run_parts(
     let goes_down = watch::Sender::new(None);
     let (processes_out, processes) = watch::channel(Processes::default());
     let (active_out, active) = watch::channel(None);
+    let (pinning, keeper) = pinning::open(&node, active.clone(), requests.clone()).await?;
     let (devices, device_tasks) = devices::open(services, active, requests.clone()).await?;
     let protection = NodeProtection::build(&node, &requests, goes_down.subscribe()).await;
     let state = Arc::clone(&services.state);
@@ -197,7 +199,8 @@ async fn run_parts(
     // The writer ends after the manager.
     let writer = records.writer(Arc::clone(&services.state), services.metrics.pods.clone());
     tasks.spawn_optional("records", writer);
-    let deps = pod_deps(&node, desired.clone(), records.written(), &devices, &protection)?;
+    let granted = (&devices, &pinning);
+    let deps = pod_deps(&node, desired.clone(), records.written(), granted, &protection)?;
     let volumes = deps.volumes.clone();
     let exits = exits::follow(&node, &mut tasks, &requests, processes);
     let handles = Handles {
@@ -207,6 +210,7 @@ async fn run_parts(
         host: node.machine.host.clone(),
         resources: protection.resources(&services.config),
         devices,
+        pinning,
         conditions: protection.conditions(&services.health, &mut tasks),
         exits,
         shutdown: protection.shutdown.clone(),
@@ -229,6 +233,9 @@ async fn run_parts(
     });
     for (name, part) in device_tasks.named(&working) {
         tasks.spawn(name, part);
+    }
+    if let Some(keeper) = keeper {
+        tasks.spawn("pinning", keeper.run(tasks.stop()));
     }
     let disk = protection.disk.clone();
     protection.spawn(&mut tasks);
@@ -344,7 +351,7 @@ fn pod_deps(
     node: &Node,
     desired: watch::Receiver<Arc<Desired>>,
     written: WrittenRecords,
-    devices: &Devices,
+    (devices, pinning): (&Devices, &Pinning),
     protection: &NodeProtection,
 ) -> Result<pods::Deps> {
     let Services { config, table, runtime, health, storage, dra, events, metrics, .. } = &node.services;
@@ -371,6 +378,7 @@ fn pod_deps(
             storage: storage.clone(),
             cdi_by_annotation: cdi_by_annotation(&node.version.runtime_name, &node.version.runtime_version),
         },
+        pinning: pinning.clone(),
         admission: Arc::clone(&protection.admission),
         pods: pods::PodDeps { desired, table: table.clone(), written },
         reports: pods::Reports { events: events.clone(), metrics: metrics.pods.clone() },

@@ -162,7 +162,7 @@ pub(super) fn keep_logs(node: &Node, tasks: &mut Tasks) {
 /// Starts the kubelet's sockets for other programs of the node.
 pub(super) fn serve_local_sockets(node: &Node, tasks: &mut Tasks, handles: &Handles) {
     let services = &node.services;
-    let handed_out = (handles.devices.clone(), services.dra.clone());
+    let handed_out = (handles.devices.clone(), services.dra.clone(), handles.pinning.clone());
     let calls = services.metrics.pod_resources.clone();
     let served = podresources::serve(handed_out, services.table.clone(), calls, tasks.stop());
     tasks.spawn("pod resources", served);

@@ -15,8 +15,14 @@ use std::time::{Duration, Instant};
 use beelet_devices::{Circumstances, Devices, Metrics, Parts, Settings};
 use beelet_policy::devices::{
     self as policy, ContainerKind, ContainerRequest, Device, Health, PluginOptions,
-    admission::{Admission, Next},
+    admission::{Admission, Aligner, Next},
     topology::{TopologyPolicy, TopologyScope},
+};
+use beelet_policy::pinning::{
+    NodeSet, Refusal,
+    error::Reason,
+    hints::ProviderHints,
+    topology::{Node, TopologyManager, TopologySettings},
 };
 use beelet_proto::deviceplugin as api;
 use beelet_proto::deviceplugin::device_plugin_client::DevicePluginClient;
@@ -222,6 +228,38 @@ fn pod(number: usize) -> Arc<Pod> {
     Arc::new(serde_json::from_value(pod).unwrap())
 }
 
+/// Aligns devices only with each other.
+#[derive(Debug)]
+struct Alone(TopologyManager);
+
+impl Aligner for Alone {
+    fn nodes(&self) -> NodeSet {
+        self.0.nodes()
+    }
+
+    fn is_per_pod(&self) -> bool {
+        false
+    }
+
+    fn align(&mut self, _: &str, devices: &ProviderHints) -> Result<Option<NodeSet>, Refusal> {
+        let merged = self.0.merge(std::slice::from_ref(devices));
+        match merged.admitted {
+            true => Ok(merged.hint.nodes),
+            false => Err(Refusal::new(Reason::TopologyAffinity, "no node has them")),
+        }
+    }
+}
+
+fn topology(policy: TopologyPolicy) -> TopologyManager {
+    let policy = match policy {
+        TopologyPolicy::SingleNumaNode => "single-numa-node",
+        _ => "none",
+    };
+    let nodes = (0..u32::try_from(NODES).unwrap()).map(|id| Node { id, distances: None });
+    let settings = TopologySettings { policy: policy.to_owned(), ..TopologySettings::default() };
+    TopologyManager::new(&settings, &nodes.collect::<Vec<_>>()).unwrap()
+}
+
 /// Admits 100 pods one after the other in each round. Returns the average time of an admission per round,
 /// without the plugin's own time and without a disk.
 fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
@@ -231,7 +269,7 @@ fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
     let folder = dir.path().to_owned();
     // A task, like each pod's worker.
     let admitting = runtime.spawn(async move {
-        let settings = Settings { policy, ..Settings::new(folder.clone()) };
+        let settings = Settings::new(folder.clone());
         let plugins = folder.join("device-plugins");
         let registration = settings.registration_socket();
         let (requests, _ignored) = mpsc::channel(64);
@@ -264,7 +302,8 @@ fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
             let (mut whole, mut own) = (Duration::ZERO, Duration::ZERO);
             for pod in &pods {
                 let begun = Instant::now();
-                devices.admit(pod, Circumstances::default()).await.unwrap();
+                let aligner: Box<dyn Aligner> = Box::new(Alone(topology(policy)));
+                devices.admit(pod, Circumstances::default(), Some(aligner)).await.unwrap();
                 let admitted = Instant::now();
                 bare.allocate(wish()).await.unwrap();
                 whole += admitted - begun;

@@ -111,7 +111,7 @@ pub(super) fn on_cleared(pods: &mut Pods, uid: &str) {
     managed.record.failure.iter_mut().for_each(|failure| failure.cleared = true);
     managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
     if let Some(ended) = managed.gone() {
-        pods.deps.admission.released(uid, ended);
+        pods.deps.released(uid, ended);
     }
     managed.waiting.clear();
     let runs_again = managed.retry;

@@ -101,7 +101,7 @@ impl Pods {
             managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
         }
         if let Some(ended) = managed.gone() {
-            self.deps.admission.released(uid, ended);
+            self.deps.released(uid, ended);
         }
         update_record(managed);
         let entry = PodEntry {

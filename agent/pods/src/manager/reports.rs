@@ -37,7 +37,7 @@ impl Manager {
         self.pods.records.remove(uid);
         self.pods.deps.reports.metrics.startup.forget(uid);
         if let Some(ended) = Ended::of(None, true) {
-            self.pods.deps.admission.released(uid, ended);
+            self.pods.deps.released(uid, ended);
         }
         if let Some(runtime) = &mut self.runtime {
             Arc::make_mut(runtime).remove(uid);

@@ -42,6 +42,8 @@ fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
     let (admission, events) = (&deps.admission, &deps.reports.events);
     let refused = if resize_changes_swap(&managed.pod, &pod, &deps.node.cgroup_config) {
         Some(("Infeasible", "In-place resize of containers with swap is not supported.".to_owned()))
+    } else if let Some(message) = deps.pinning.refused_resize(&managed.pod) {
+        Some(("Infeasible", message.to_owned()))
     } else {
         let refused = admission.resize(&pod, &managed.pod).err();
         refused.map(|why| (if why.infeasible { "Infeasible" } else { "Deferred" }, why.message))

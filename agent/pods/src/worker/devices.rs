@@ -8,6 +8,7 @@ use tokio::{sync::watch, time::Instant};
 
 use crate::{plan::PodPlan, runtime_view::Observation, status::Waiting};
 use beelet_devices::{Circumstances, DeviceRefusal, Devices, NodeDevices};
+use beelet_pinning::{PinRefusal, Pinning, Session};
 
 /// Reason of a waiting container's status.
 const WAITING: &str = "WaitingForDevices";
@@ -25,6 +26,7 @@ pub(super) enum Granted {
 #[derive(Debug)]
 pub(super) struct DeviceGrant {
     devices: Devices,
+    pinning: Pinning,
     /// Attempt of the sandbox that the pod has its devices for.
     sandbox: Option<u32>,
     /// Reason why the pod must wait.
@@ -33,8 +35,8 @@ pub(super) struct DeviceGrant {
 }
 
 impl DeviceGrant {
-    pub(super) fn new(devices: Devices) -> Self {
-        Self { changes: devices.node(), devices, sandbox: None, waiting: None }
+    pub(super) fn new(devices: Devices, pinning: Pinning) -> Self {
+        Self { changes: devices.node(), devices, pinning, sandbox: None, waiting: None }
     }
 
     /// Forgets the grant of a pod that gives everything back.
@@ -58,17 +60,32 @@ impl DeviceGrant {
         });
         let Some(wanted) = wanted.filter(|wanted| self.sandbox != Some(*wanted)) else { return Granted::Yes };
         let ended = ended(&plan.pod, seen);
+        // A pod with a sandbox is never refused: it was admitted before this agent started.
+        let in_place = actions.create_sandbox.is_none();
+        let circumstances = beelet_pinning::Circumstances { ended: ended.clone(), runs: in_place };
+        let pins = self.pinning.begin(&plan.pod, circumstances);
         // A pod that runs since before this agent has what it needs, whatever its plugins say.
-        if actions.create_sandbox.is_none() && self.devices.has_all(&plan.pod, &ended) {
+        let has_devices = in_place && self.devices.has_all(&plan.pod, &ended);
+        if has_devices && pins.is_none() {
             self.sandbox = Some(wanted);
             return Granted::Yes;
         }
         // In a sandbox that is still to be made nothing runs, whatever the old one's containers do.
-        let kept = current.filter(|_| actions.create_sandbox.is_none());
+        let kept = current.filter(|_| in_place);
         let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
         let restarting = !seen.pod.sandboxes.is_empty();
         self.changes.borrow_and_update();
-        match self.devices.admit(&plan.pod, Circumstances { running, ended, restarting }).await {
+        let admitted = if has_devices {
+            Ok(())
+        } else {
+            let aligner = pins.as_ref().map(Session::aligner);
+            self.devices.admit(&plan.pod, Circumstances { running, ended, restarting }, aligner).await
+        };
+        let admitted = match (admitted, pins) {
+            (Ok(()), Some(pins)) => pins.finish().await.map_err(of_pins),
+            (admitted, _) => admitted,
+        };
+        match admitted {
             Ok(()) => {
                 (self.sandbox, self.waiting) = (Some(wanted), None);
                 Granted::Yes
@@ -107,6 +124,14 @@ impl DeviceGrant {
             actions.create_sandbox.is_some() || actions.start.iter().any(|start| start.name == name)
         };
         all.filter(|c| starts(&c.name)).map(|c| (c.name.clone(), waiting.clone())).collect()
+    }
+}
+
+/// A refusal to give CPUs or memory, as one to give devices: the worker does the same for both.
+fn of_pins(refusal: PinRefusal) -> DeviceRefusal {
+    match refusal {
+        PinRefusal::Wait { message, until } => DeviceRefusal::Wait { message, until },
+        PinRefusal::Failed { message } => DeviceRefusal::Failed { message },
     }
 }
 

@@ -72,7 +72,7 @@ impl Starts {
             retry_requests: 0,
             objects: 0,
             backing_off: BTreeSet::new(),
-            devices: DeviceGrant::new(services.devices.clone()),
+            devices: DeviceGrant::new(services.devices.clone(), services.pinning.clone()),
             held_back: false,
         }
     }

@@ -6,13 +6,33 @@
 //! common: the ledger learns of a choice only once the plugin has answered. [`Admission::abort`] ends a
 //! failed admission whose allocations must not remain.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use super::{
     AllocateError, ContainerRequest, Devices, Question, Request, Selection, Serving,
     registration::is_extended_resource_name,
     topology::{TopologyError, TopologyPolicy, TopologyScope},
 };
+use crate::pinning::{Hint, NodeSet, Refusal, hints::ProviderHints};
+
+/// The merger of the hints of devices, CPUs and memory, which gives CPUs and memory away by the result.
+pub trait Aligner: fmt::Debug + Send {
+    /// Returns the NUMA nodes of the machine.
+    fn nodes(&self) -> NodeSet;
+
+    /// Returns true if all containers of a pod are aligned together.
+    fn is_per_pod(&self) -> bool;
+
+    /// Gives a container (of containers that are aligned together: all) CPUs and memory, and returns the
+    /// nodes that its devices should come from; `None`: any.
+    ///
+    /// # Errors
+    /// The providers don't agree, or too little is free.
+    fn align(&mut self, container: &str, devices: &ProviderHints) -> Result<Option<NodeSet>, Refusal>;
+}
 
 /// Facts about the pod other than its requests.
 #[derive(Debug, Clone, Default)]
@@ -37,6 +57,9 @@ pub enum AdmissionError {
     /// The devices can't be allocated near each other.
     #[error(transparent)]
     Topology(#[from] TopologyError),
+    /// Devices, CPUs and memory can't be had together.
+    #[error(transparent)]
+    Aligned(#[from] Refusal),
 }
 
 /// The caller's next step.
@@ -80,6 +103,8 @@ pub struct Admission<'a> {
     serving: Serving,
     /// Allocations committed so far: containers and resources.
     committed: Vec<(String, String)>,
+    /// Takes the place of the policy of the circumstances.
+    aligner: Option<Box<dyn Aligner>>,
 }
 
 /// Returns the resources that a pod's admission chooses from, and those that the pod holds devices of: of two
@@ -112,7 +137,15 @@ impl<'a> Admission<'a> {
             of_pod: None,
             serving: Serving::default(),
             committed: Vec::new(),
+            aligner: None,
         }
+    }
+
+    /// Aligns devices with CPUs and memory. Each container that does not run yet is aligned in its turn,
+    /// whether it wants devices or not.
+    #[must_use]
+    pub fn aligned_by(self, aligner: Option<Box<dyn Aligner>>) -> Self {
+        Self { aligner, ..self }
     }
 
     /// Advances to the next step that needs the caller.
@@ -126,6 +159,13 @@ impl<'a> Admission<'a> {
         }
         loop {
             let Some(wish) = self.wishes.get(self.at.0) else { return Ok(Next::Done) };
+            if self.aligner.is_some() && !self.begun {
+                if !std::mem::replace(&mut self.freed, true) {
+                    return Ok(Next::Free);
+                }
+                self.begin(devices)?;
+                continue;
+            }
             let Some((resource, _)) = wish.limits.get(self.at.1).copied() else {
                 if self.begun {
                     self.serving.finish(devices, self.pod_uid, wish.container, wish.kind);
@@ -141,12 +181,8 @@ impl<'a> Admission<'a> {
             if !std::mem::replace(&mut self.freed, true) {
                 return Ok(Next::Free);
             }
-            if !std::mem::replace(&mut self.begun, true) {
-                let after = self.wishes.iter().skip(self.at.0 + 1).map(|wish| wish.container);
-                let runs = |container: &str| self.circumstances.running.contains(container);
-                self.serving.begin(devices, self.pod_uid, wish.kind, after, runs);
-                let nodes = self.affinity(devices)?;
-                self.serving.align(nodes);
+            if !self.begun {
+                self.begin(devices)?;
             }
             let (request, ..) = self.current();
             match devices.select(&request, &self.serving)? {
@@ -159,6 +195,66 @@ impl<'a> Admission<'a> {
                 Selection::Ask(question) => return Ok(Next::Ask { resource: resource.to_owned(), question }),
             }
         }
+    }
+
+    /// Begins to serve the container in progress.
+    fn begin(&mut self, devices: &Devices) -> Result<(), AdmissionError> {
+        self.begun = true;
+        let wish = &self.wishes[self.at.0];
+        let after = self.wishes.iter().skip(self.at.0 + 1).map(|wish| wish.container);
+        let runs = |container: &str| self.circumstances.running.contains(container);
+        self.serving.begin(devices, self.pod_uid, wish.kind, after, runs);
+        let nodes = match self.aligner.take() {
+            Some(mut aligner) => {
+                let nodes = self.align(devices, &mut *aligner);
+                self.aligner = Some(aligner);
+                nodes?
+            }
+            None => self.affinity(devices)?,
+        };
+        self.serving.align(nodes);
+        Ok(())
+    }
+
+    /// Returns the nodes for the container in progress by the aligner; `None`: any.
+    fn align(
+        &mut self,
+        devices: &Devices,
+        aligner: &mut dyn Aligner,
+    ) -> Result<Option<BTreeSet<i64>>, AdmissionError> {
+        let wish = &self.wishes[self.at.0];
+        if self.circumstances.running.contains(wish.container) {
+            return Ok(None);
+        }
+        let (of, limits) = match aligner.is_per_pod() {
+            true => (None, limits_of_pod(&self.wishes)),
+            false => (Some(wish.container), wish.limits.clone()),
+        };
+        if let Some(nodes) = self.of_pod.as_ref().filter(|_| of.is_none()) {
+            return Ok(nodes.clone());
+        }
+        let machine: Vec<i64> = aligner.nodes().iter().map(i64::from).collect();
+        let wanted = limits.into_iter().filter(|(resource, count)| *count > 0 && devices.knows(resource));
+        let hints: ProviderHints = wanted
+            .map(|(resource, count)| {
+                let sets = devices.node_sets(&self.serving, (self.pod_uid, of), resource, count, &machine);
+                let hint = |(nodes, preferred): (Vec<i64>, bool)| {
+                    let nodes = nodes.into_iter().filter_map(|node| u32::try_from(node).ok()).collect();
+                    Hint { nodes: Some(nodes), preferred }
+                };
+                (resource.to_owned(), sets.map(|sets| sets.into_iter().map(hint).collect()))
+            })
+            .collect();
+        if hints.values().any(|hints| hints.as_ref().is_some_and(Vec::is_empty)) {
+            // Too few devices: `select` reports that with its own error.
+            return Ok(None);
+        }
+        let nodes = aligner.align(wish.container, &hints)?;
+        let nodes = nodes.map(|nodes| nodes.iter().map(i64::from).collect::<BTreeSet<i64>>());
+        if of.is_none() {
+            self.of_pod = Some(nodes.clone());
+        }
+        Ok(nodes)
     }
 
     /// Records the plugin's answer to the last question, best first.

@@ -17,6 +17,7 @@ pub mod cpu_set;
 pub mod cpus;
 pub mod devices;
 pub mod error;
+pub mod explain;
 pub mod gates;
 pub mod hints;
 pub mod machine;

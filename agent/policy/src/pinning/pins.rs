@@ -58,19 +58,60 @@ impl Pins {
                     .iter()
                     .try_for_each(|container| self.allocate(needs, container, anywhere, devices))
             }
-            (_, TopologyScope::Container) => needs.containers.iter().try_for_each(|container| {
-                let hints = vec![
-                    devices.hints(Some(&container.name)),
-                    self.cpus.hints(needs, container),
-                    self.memory.hints(needs, container),
-                ];
-                let message = if needs.pod_level { NO_LOCALITY_OF_CONTAINER } else { NO_LOCALITY };
-                let hint = self.align(&container.name, hints, alignment, message)?;
-                alignment.affinities.push((container.name.clone(), hint));
-                self.allocate(needs, container, hint, devices)
-            }),
+            (_, TopologyScope::Container) => needs
+                .containers
+                .iter()
+                .try_for_each(|container| self.admit_container(needs, container, devices, alignment)),
             (_, TopologyScope::Pod) => self.admit_as_one(needs, devices, alignment),
         }
+    }
+
+    /// Admits one container of a pod. If all containers are aligned together, the first call admits all.
+    ///
+    /// # Errors
+    /// As for [`Self::admit`].
+    pub fn admit_next(
+        &mut self,
+        needs: &Needs,
+        container: &str,
+        devices: &mut dyn DeviceProvider,
+        alignment: &mut Alignment,
+    ) -> Result<(), Refusal> {
+        if self.is_per_pod() {
+            return self.admit(needs, devices, alignment);
+        }
+        let Some(container) = needs.containers.iter().find(|other| other.name == container) else {
+            return Ok(());
+        };
+        if self.topology.policy() == TopologyPolicy::None {
+            let anywhere = Hint { nodes: None, preferred: false };
+            return self.allocate(needs, container, anywhere, devices);
+        }
+        self.admit_container(needs, container, devices, alignment)
+    }
+
+    /// Returns true if all containers of a pod are aligned together.
+    #[must_use]
+    pub fn is_per_pod(&self) -> bool {
+        self.topology.policy() != TopologyPolicy::None && self.topology.scope() == TopologyScope::Pod
+    }
+
+    fn admit_container(
+        &mut self,
+        needs: &Needs,
+        container: &ContainerNeeds,
+        devices: &mut dyn DeviceProvider,
+        alignment: &mut Alignment,
+    ) -> Result<(), Refusal> {
+        let hints = vec![
+            devices.hints(Some(&container.name)),
+            self.cpus.hints(needs, container),
+            self.memory.hints(needs, container),
+        ];
+        let message = if needs.pod_level { NO_LOCALITY_OF_CONTAINER } else { NO_LOCALITY };
+        let hint = self.align(&container.name, hints, alignment, message)?;
+        alignment.affinities.push((container.name.clone(), hint));
+        self.allocate(needs, container, hint, devices)
     }
 
     /// Aligns all containers together.
@@ -133,6 +174,16 @@ impl Pins {
         let nothing = needs.ignored || !needs.guaranteed;
         let all = |held: &dyn Fn(&ContainerNeeds) -> bool| needs.containers.iter().all(held);
         nothing || ((!static_cpus || all(&cpus)) && (!self.memory.is_static() || all(&memory)))
+    }
+
+    /// Returns true if the static policies have anything for a pod.
+    #[must_use]
+    pub fn has_something_for(&self, needs: &Needs) -> bool {
+        let is_managed = !self.cpus.allocatable().is_empty() || self.memory.is_static();
+        let names = |container: &ContainerNeeds| {
+            container.cpus > 0 || container.memory.as_ref().is_ok_and(|memory| !memory.is_empty())
+        };
+        is_managed && needs.guaranteed && !needs.ignored && needs.containers.iter().any(names)
     }
 
     /// Updates the managers before a container starts.

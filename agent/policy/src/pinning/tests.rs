@@ -308,6 +308,66 @@ proptest! {
         play(&setup, events);
     }
 
+    /// Admissions of several pods are under way at a time: plugins are asked between two containers of a pod.
+    #[test]
+    fn pinning_serves_pods_in_turns(setup in setup(), specs in prop::collection::vec(spec(), 2..4)) {
+        let Some(mut pins) = setup.start(None) else { return Ok(()) };
+        let read = |(number, spec): (usize, Spec)| Needs::read(&spec.pod(number), setup.gates()).unwrap();
+        let mut pods: BTreeMap<usize, Needs> =
+            specs.into_iter().enumerate().map(read).enumerate().collect();
+        let longest = pods.values().map(|needs| needs.containers.len()).max().unwrap_or(0);
+        for turn in 0..longest {
+            let mut refused = Vec::new();
+            for (number, needs) in &pods {
+                let Some(container) = needs.containers.get(turn) else { continue };
+                if pins.is_per_pod() && turn > 0 {
+                    continue;
+                }
+                let admitted =
+                    pins.admit_next(needs, &container.name, &mut (), &mut Alignment::default());
+                if admitted.is_err() {
+                    pins.release(&needs.uid);
+                    refused.push(*number);
+                }
+            }
+            pods.retain(|number, _| !refused.contains(number));
+            check(&pins, &pods, &setup);
+        }
+        for needs in pods.values() {
+            prop_assert!(pins.holds(needs), "an admitted pod lacks something");
+        }
+    }
+
+    /// With any change between two starts, nothing is given twice, and a pod keeps all that it had or is
+    /// lost.
+    #[test]
+    fn pinning_starts_with_the_state_of_other_settings(
+        before in setup(),
+        after in setup(),
+        specs in prop::collection::vec(spec(), 1..PODS),
+    ) {
+        let after = Setup { pod_level: before.pod_level, ..after };
+        let (Some(mut old), Some(mut new)) = (before.start(None), after.pins()) else { return Ok(()) };
+        let mut pods: BTreeMap<usize, Needs> = BTreeMap::new();
+        for (number, spec) in specs.into_iter().enumerate() {
+            let needs = Needs::read(&spec.pod(number), before.gates()).unwrap();
+            if admit(&mut old, &needs) {
+                pods.insert(number, needs);
+            }
+        }
+        let lost = cpus::restart::recover(&mut new.cpus, &old.cpus.file()).unwrap();
+        let lost_memory = memory::restart::recover(&mut new.memory, &old.memory.file()).unwrap();
+        check(&new, &pods, &after);
+        for needs in pods.values() {
+            let of = |pins: &Pins| pins.cpus.state().containers.get(&needs.uid).cloned();
+            let expected = of(&old).filter(|_| !lost.contains(&needs.uid));
+            prop_assert_eq!(of(&new), expected);
+            let of = |pins: &Pins| pins.memory.state().containers.get(&needs.uid).cloned();
+            let expected = of(&old).filter(|_| !lost_memory.contains(&needs.uid));
+            prop_assert_eq!(of(&new), expected);
+        }
+    }
+
     #[test]
     fn pinning_rejects_foreign_state_files(file in "\\PC{0,200}", setup in setup()) {
         if let Some(mut pins) = setup.pins() {
@@ -315,4 +375,31 @@ proptest! {
             prop_assert!(pins.memory.start(Some(&file)).is_err());
         }
     }
+}
+
+#[test]
+fn pinning_refusals_name_who_could_not_agree_and_what_is_free() {
+    let setup = Setup {
+        sockets: 1,
+        nodes: 2,
+        cores: 2,
+        threads: 1,
+        adjacent: true,
+        options: 0,
+        topology: 3,
+        scope: 0,
+        pod_level: false,
+    };
+    let mut pins = setup.start(None).unwrap();
+    let spec = Spec { inits: Vec::new(), apps: vec![(3, 1)], of_pod: None, huge: false };
+    let needs = Needs::read(&spec.pod(0), setup.gates()).unwrap();
+    let mut alignment = Alignment::default();
+    let refusal = pins.admit(&needs, &mut (), &mut alignment).unwrap_err();
+    assert_eq!(refusal.reason, Reason::TopologyAffinity);
+    let (name, hints) = alignment.hints.last().unwrap();
+    assert_eq!(
+        explain::disagreement(&pins, name, hints),
+        "container c0: cpu could not be aligned; cpu: on node 0-1; memory: on node 0 or 1; \
+         free: node 0 1 CPUs, 512Mi hugepages-2Mi, 6656Mi memory; node 1 2 CPUs, 512Mi hugepages-2Mi, 7680Mi memory"
+    );
 }

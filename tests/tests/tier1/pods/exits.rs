@@ -18,6 +18,7 @@ const AT_ONCE: Settings = Settings {
     pressure_transition: Duration::from_secs(3600),
     static_pods: true,
     volume_check: Duration::from_secs(3600),
+    topology: None,
     configure: |_| {},
 };
 

@@ -23,6 +23,7 @@ mod images;
 mod kills;
 mod manifests;
 pub(crate) mod node;
+mod pinning;
 mod probes;
 mod records;
 mod resize;

@@ -21,6 +21,7 @@ use beelet_model::labels;
 use beelet_model::pod::HostIps;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_pinning::machine::MachineTopology;
 use beelet_pleg::ExitHint;
 use beelet_pods::metrics::Metrics;
 use beelet_pods::qos_tree;
@@ -60,6 +61,8 @@ pub(crate) struct Settings {
     pub(crate) static_pods: bool,
     /// Time between two checks that volumes are complete.
     pub(crate) volume_check: Duration,
+    /// CPUs and NUMA nodes of the machine, for a node that pins.
+    pub(crate) topology: Option<fn() -> MachineTopology>,
     /// Further changes to the configuration.
     pub(crate) configure: fn(&mut Config),
 }
@@ -74,6 +77,7 @@ impl Default for Settings {
             pressure_transition: NEVER,
             static_pods: true,
             volume_check: Duration::from_millis(200),
+            topology: None,
             configure: |_| {},
         }
     }
@@ -243,6 +247,7 @@ impl Node {
                 storage_bytes: Some(STORAGE),
                 swap_bytes: 0,
                 hugepages: BTreeMap::new(),
+                topology: self.settings.topology.map(|topology| Arc::new(topology())),
                 host: HostIps::fixed(vec![Ipv4Addr::LOCALHOST.into()]),
             }),
             checkpoint: Some(Arc::clone(&self.store) as Arc<dyn Store>),

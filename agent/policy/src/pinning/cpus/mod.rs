@@ -8,7 +8,9 @@ pub(crate) mod distributed;
 pub mod options;
 pub(crate) mod packed;
 mod pod;
+pub mod restart;
 mod state;
+pub mod view;
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -48,8 +50,8 @@ pub struct CpuManager {
     policy: Policy,
     pod_level: bool,
     state: CpuState,
-    /// CPUs that init containers leave to later containers, of the most recently served pod.
-    reuse: Option<(String, CpuSet)>,
+    /// CPUs that init containers leave to later containers, by pod: admissions of pods may interleave.
+    reuse: BTreeMap<String, CpuSet>,
 }
 
 #[derive(Debug, Clone)]
@@ -86,7 +88,7 @@ impl CpuManager {
             other => return Err(PinningError::new(format!("unknown policy: {other:?}"))),
         };
         let pod_level = gates.pod_level_managers;
-        Ok(Self { policy, pod_level, state: CpuState::default(), reuse: None })
+        Ok(Self { policy, pod_level, state: CpuState::default(), reuse: BTreeMap::new() })
     }
 
     fn policy_name(&self) -> &'static str {
@@ -101,7 +103,7 @@ impl CpuManager {
     /// # Errors
     /// The file is unreadable, is from another policy, or does not match the machine and the settings.
     pub fn start(&mut self, file: Option<&str>) -> Result<(), PinningError> {
-        self.reuse = None;
+        self.reuse.clear();
         self.state = match file {
             Some(file) => CpuState::read(file, self.policy_name(), self.pod_level)?,
             None => CpuState::default(),
@@ -209,15 +211,18 @@ impl CpuManager {
         self.state.shared = self.state.shared.union(&before.difference(&after));
         if containers.is_empty() {
             self.state.pods.remove(uid);
-            self.reuse = self.reuse.take().filter(|(pod, _)| pod != uid);
+            self.reuse.remove(uid);
         } else {
+            if let Some(reuse) = self.reuse.get_mut(uid) {
+                let held = containers.values().fold(CpuSet::default(), |all, set| all.union(set));
+                *reuse = reuse.intersection(&held);
+            }
             self.state.containers.insert(uid.to_owned(), containers);
         }
     }
 
     fn reusable(&self, uid: &str) -> CpuSet {
-        let own = self.reuse.as_ref().filter(|(pod, _)| pod == uid);
-        own.map_or_else(CpuSet::default, |(_, cpus)| cpus.clone())
+        self.reuse.get(uid).cloned().unwrap_or_default()
     }
 
     /// Adds the CPUs of an init container to the reusable CPUs; removes those of other containers
@@ -225,7 +230,7 @@ impl CpuManager {
     fn hand_on(&mut self, uid: &str, kind: Kind, cpus: &CpuSet) {
         let before = self.reusable(uid);
         let reusable = if kind == Kind::Init { before.union(cpus) } else { before.difference(cpus) };
-        self.reuse = Some((uid.to_owned(), reusable));
+        self.reuse.insert(uid.to_owned(), reusable);
     }
 }
 

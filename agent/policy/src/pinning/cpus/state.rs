@@ -77,28 +77,37 @@ impl CpuState {
     /// # Errors
     /// The text is not a state file, has a wrong checksum, or is from another policy.
     pub(crate) fn read(file: &str, policy: &str, pod_level: bool) -> Result<Self, PinningError> {
+        let (other, state) = Self::read_of_any(file, pod_level)?;
+        if other != policy {
+            let message =
+                format!("configured policy {policy:?} differs from state checkpoint policy {other:?}");
+            return Err(unreadable(message));
+        }
+        Ok(state)
+    }
+
+    /// Reads a file of any policy, and the policy's name.
+    ///
+    /// # Errors
+    /// The text is not a state file, or was changed since it was written.
+    pub(crate) fn read_of_any(file: &str, pod_level: bool) -> Result<(String, Self), PinningError> {
         let read = state_file::read::<File>(file, KEYS).ok();
         let file = match read.and_then(|read| read.intact(pod_level)) {
             Some(read) => read,
             // A file without containers is also valid as the old version.
             None => read_old(file)?,
         };
-        if file.policy_name != policy {
-            let other = &file.policy_name;
-            let message =
-                format!("configured policy {policy:?} differs from state checkpoint policy {other:?}");
-            return Err(unreadable(message));
-        }
         let containers = file.entries.iter().map(|(uid, containers)| {
             let sets = containers.iter().map(|(name, list)| Ok((name.clone(), read_set(list)?)));
             Ok((uid.clone(), sets.collect::<Result<_, PinningError>>()?))
         });
         let pods = file.pod_entries.iter().map(|(uid, entry)| Ok((uid.clone(), read_set(&entry.cpu_set)?)));
-        Ok(Self {
+        let state = Self {
             shared: read_set(&file.default_cpu_set)?,
             containers: containers.collect::<Result<_, PinningError>>()?,
             pods: pods.collect::<Result<_, PinningError>>()?,
-        })
+        };
+        Ok((file.policy_name, state))
     }
 
     /// Returns the file's content.

@@ -7,6 +7,7 @@
 
 pub mod ledger;
 mod pod;
+pub mod restart;
 mod settings;
 mod state;
 
@@ -31,30 +32,26 @@ pub struct MemoryManager {
     machine: Option<Ledger>,
     pod_level: bool,
     state: MemoryState,
-    /// Memory that init containers leave to later containers, of the most recently served pod.
+    /// Memory that init containers leave to later containers, by pod: admissions of pods may interleave.
     reuse: Reuse,
 }
 
+/// Bytes by pod, and by nodes and resource.
 #[derive(Debug, Clone, Default)]
-struct Reuse {
-    uid: String,
-    left: BTreeMap<(NodeSet, String), u64>,
-}
+struct Reuse(BTreeMap<String, BTreeMap<(NodeSet, String), u64>>);
 
 impl Reuse {
     fn of(&self, uid: &str, nodes: NodeSet, resource: &str) -> u64 {
-        let of_pod = Some(&self.left).filter(|_| self.uid == uid);
+        let of_pod = self.0.get(uid);
         of_pod.and_then(|left| left.get(&(nodes, resource.to_owned()))).copied().unwrap_or(0)
     }
 
     /// Adds the memory of an init container to the reusable memory; subtracts the amounts that other
     /// containers need (`updatePodReusableMemory`).
     fn update(&mut self, uid: &str, kind: Kind, blocks: &[Block]) {
-        if self.uid != uid {
-            *self = Self { uid: uid.to_owned(), left: BTreeMap::new() };
-        }
+        let of_pod = self.0.entry(uid.to_owned()).or_default();
         for block in blocks {
-            let left = self.left.entry((block.nodes, block.resource.clone())).or_default();
+            let left = of_pod.entry((block.nodes, block.resource.clone())).or_default();
             *left = if kind == Kind::Init { block.size.max(*left) } else { left.saturating_sub(block.size) };
         }
     }
@@ -275,9 +272,7 @@ impl MemoryManager {
         if containers.is_empty() {
             let of_pod = self.state.pods.remove(uid);
             self.state.ledger.release(&of_pod.unwrap_or_default());
-            if self.reuse.uid == uid {
-                self.reuse = Reuse::default();
-            }
+            self.reuse.0.remove(uid);
         } else {
             self.state.containers.insert(uid.to_owned(), containers);
         }

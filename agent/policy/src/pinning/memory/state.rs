@@ -99,14 +99,22 @@ impl MemoryState {
     /// # Errors
     /// The text is not a state file, has a wrong checksum, or is from another policy.
     pub(crate) fn read(file: &str, policy: &str, pod_level: bool) -> Result<Self, PinningError> {
-        let file: File = state_file::read(file, KEYS).map_err(unreadable)?;
-        let file = file.intact(pod_level).ok_or_else(|| unreadable("checkpoint is corrupted"))?;
-        if file.policy_name != policy {
-            let other = &file.policy_name;
+        let (other, state) = Self::read_of_any(file, pod_level)?;
+        if other != policy {
             let message =
                 format!("configured policy {policy:?} differs from state checkpoint policy {other:?}");
             return Err(unreadable(message));
         }
+        Ok(state)
+    }
+
+    /// Reads a file of any policy, and the policy's name.
+    ///
+    /// # Errors
+    /// The text is not a state file, or was changed since it was written.
+    pub(crate) fn read_of_any(file: &str, pod_level: bool) -> Result<(String, Self), PinningError> {
+        let file: File = state_file::read(file, KEYS).map_err(unreadable)?;
+        let file = file.intact(pod_level).ok_or_else(|| unreadable("checkpoint is corrupted"))?;
         let node = |(number, node): (u32, FileNode)| {
             let FileNode { number_of_assignments, memory_map, cells } = node;
             let cells = nodes(cells)?;
@@ -118,11 +126,12 @@ impl MemoryState {
         };
         let pod = |(uid, entry): (String, PodEntry)| Ok((uid, blocks(entry.memory_blocks)?));
         let read: Result<_, PinningError> = file.machine_state.into_iter().map(node).collect();
-        Ok(Self {
+        let state = Self {
             ledger: Ledger { nodes: read? },
             containers: file.entries.into_iter().map(containers).collect::<Result<_, PinningError>>()?,
             pods: file.pod_entries.into_iter().map(pod).collect::<Result<_, PinningError>>()?,
-        })
+        };
+        Ok((file.policy_name, state))
     }
 
     /// Returns the file's content.

@@ -22,6 +22,8 @@ use beelet_units::field::FieldError;
 
 /// Page size: `memory.high` is a multiple of it.
 const PAGE: f64 = 4096.0;
+/// The quota of a container without a limit.
+const NO_QUOTA: i64 = -1;
 /// The switch that makes an OOM kill take the whole cgroup; the memory controller's other files hold bytes.
 pub const OOM_GROUP: &str = "memory.oom.group";
 /// The file with the maximum bytes of swap.
@@ -63,7 +65,7 @@ pub fn container_resources(
     config: &CgroupConfig,
 ) -> Result<ContainerResources, FieldError> {
     let facts = Facts::read(pod, container)?;
-    let settings = facts.settings(config);
+    let settings = facts.settings(config, config.has_exclusive_cpus(pod, Some(&container.name)));
     let mut unified = BTreeMap::new();
     let mut put = |name: &str, bytes: Option<i64>| {
         if let Some(bytes) = bytes {
@@ -109,7 +111,8 @@ pub fn container_cgroup(
 ) -> Result<CgroupValues, FieldError> {
     let facts = Facts::read(pod, container)?;
     let parent = pod_path(pod.metadata.uid.as_deref(), facts.class, config)?;
-    let mut files = facts.settings(config).files(Level::Container, config);
+    let exclusive = config.has_exclusive_cpus(pod, Some(&container.name));
+    let mut files = facts.settings(config, exclusive).files(Level::Container, config);
     if kills_as_group(config) {
         // Enforced, not only requested from the runtime: systemd reverts it on a reload.
         files.insert(OOM_GROUP.to_owned(), "1".to_owned());
@@ -177,8 +180,11 @@ impl<'a> Facts<'a> {
         self.own.requests.get(CPU).unwrap_or_else(|| self.limit(CPU)).milli_value()
     }
 
-    fn settings(&self, config: &CgroupConfig) -> Settings {
-        let quota = millis_to_quota(self.limit(CPU).milli_value(), config.cpu_cfs_quota_period_us);
+    fn settings(&self, config: &CgroupConfig, has_exclusive_cpus: bool) -> Settings {
+        let quota = match has_exclusive_cpus {
+            true => NO_QUOTA,
+            false => millis_to_quota(self.limit(CPU).milli_value(), config.cpu_cfs_quota_period_us),
+        };
         let mut settings = Settings {
             cpu_millis: Some(self.cpu_millis()),
             quota: config.cpu_cfs_quota.then_some(quota),

@@ -25,9 +25,13 @@ pub use pod::{pod_cgroup, sandbox_resources};
 pub use swap::{Swap, SwapBehavior, resize_changes_swap};
 
 use cpu::proportional_weight;
+use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
-use crate::resources::huge_pages;
+use crate::{
+    pinning::{Gates, Needs},
+    resources::huge_pages,
+};
 
 /// The kernel interface of the controllers. A hybrid machine keeps them on v1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +109,9 @@ pub struct CgroupConfig {
     pub cpu_cfs_quota: bool,
     /// `cpuCFSQuotaPeriod` in microseconds.
     pub cpu_cfs_quota_period_us: u64,
+    /// Under `cpuManagerPolicy: static` the gates by which containers have CPUs for themselves: these have
+    /// no CPU quota, and neither has their pod.
+    pub exclusive_cpus: Option<Gates>,
     /// `qosReserved.memory` in percent.
     pub qos_reserved_memory_percent: Option<u8>,
     /// Memory QoS, if enabled (without effect on v1).
@@ -137,6 +144,7 @@ impl CgroupConfig {
             root: "/".to_owned(),
             cpu_cfs_quota: true,
             cpu_cfs_quota_period_us: 100_000,
+            exclusive_cpus: None,
             qos_reserved_memory_percent: None,
             memory_qos: None,
             cpu_weight_formula: CpuWeightFormula::default(),
@@ -148,6 +156,15 @@ impl CgroupConfig {
             node_pids: None,
             node,
         }
+    }
+
+    /// Returns true if a container (`None`: any container of the pod) has CPUs for itself: a quota could
+    /// only take time from it that no other container may have (`DisableCPUQuotaWithExclusiveCPUs`).
+    fn has_exclusive_cpus(&self, pod: &Pod, container: Option<&str>) -> bool {
+        let Some(gates) = self.exclusive_cpus else { return false };
+        let Ok(needs) = Needs::read(pod, gates) else { return false };
+        let meant = |name: &str| container.is_none_or(|container| container == name);
+        !needs.ignored && needs.containers.iter().any(|own| own.cpus > 0 && meant(&own.name))
     }
 
     /// Returns memory QoS if it is in force: v2 only.

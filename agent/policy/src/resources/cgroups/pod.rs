@@ -25,7 +25,8 @@ pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, Fiel
     let demand = PodDemand::read(pod)?;
     let class = qos_class_of(pod, &demand);
     let path = pod_path(pod.metadata.uid.as_deref(), class, config)?;
-    let mut files = settings(&demand, class, config).files(Level::Above, config);
+    let enforced = config.cpu_cfs_quota && !config.has_exclusive_cpus(pod, None);
+    let mut files = settings(&demand, (class, enforced), config).files(Level::Above, config);
     files.extend(config.huge_page_files(|size| huge_pages(&demand, size)));
     Ok(CgroupValues { path, files })
 }
@@ -54,10 +55,14 @@ pub fn sandbox_resources(pod: &Pod, config: &CgroupConfig) -> Result<ContainerRe
     })
 }
 
-fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> Settings {
+fn settings(
+    demand: &PodDemand<'_>,
+    (class, is_cpu_enforced): (QosClass, bool),
+    config: &CgroupConfig,
+) -> Settings {
     let (requests, limits) = (demand.requests(), demand.limits());
     let declared = LimitsDeclared::of(demand);
-    let quota = match config.cpu_cfs_quota {
+    let quota = match is_cpu_enforced {
         true => millis_to_quota(limits.amount(CPU).milli_value(), config.cpu_cfs_quota_period_us),
         false => -1,
     };

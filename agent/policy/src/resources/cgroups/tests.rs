@@ -1,4 +1,4 @@
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Container, Pod};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use super::{
     node::{QosTotals, kubepods_cgroup, qos_cgroup},
     *,
 };
-use crate::resources::qos::QosClass;
+use crate::{pinning::Gates, resources::qos::QosClass};
 
 const GIB: i64 = 1 << 30;
 
@@ -347,4 +347,25 @@ fn swap_is_for_burstable_containers_as_much_as_they_request_of_the_memory() {
     let limited = with(json!({"requests": {"memory": "1Gi"}, "limits": {"memory": "2Gi"}}));
     check(LimitedSwap, V1, &limited, (None, 2 * GIB));
     check(NoSwap, V1, &burstable, (None, 0));
+}
+
+#[test]
+fn a_container_with_cpus_for_itself_has_no_quota_and_neither_has_its_pod() {
+    let list = |cpus: &str| {
+        let amounts = json!({"cpu": cpus, "memory": "1Gi"});
+        json!({"requests": amounts, "limits": amounts})
+    };
+    let spec = json!({"containers": [{"name": "a", "resources": list("2")}, {"name": "b", "resources": list("500m")}]});
+    let pod = pod(&spec);
+    let containers = &pod.spec.as_ref().unwrap().containers;
+    for (exclusive, expected, of_pod) in
+        [(None, [200_000, 50_000], "250000 100000"), (Some(Gates::default()), [-1, 50_000], "max 100000")]
+    {
+        let config = CgroupConfig { exclusive_cpus: exclusive, ..config(CgroupVersion::V2) };
+        let quota = |container: &Container| container_resources(&pod, container, &config).unwrap().cpu_quota;
+        assert_eq!([quota(&containers[0]), quota(&containers[1])], expected);
+        assert_eq!(pod_cgroup(&pod, &config).unwrap().files["cpu.max"], of_pod);
+        let own = container_cgroup(&pod, &containers[0], &config).unwrap().files["cpu.max"].clone();
+        assert_eq!(own.starts_with("max"), exclusive.is_some(), "{own}");
+    }
 }
