@@ -1,8 +1,8 @@
-//! Desired pods and the workers that make them real, one worker per pod. All other parts read the
-//! [`beelet_model::table::PodTable`] and send [`beelet_model::request::Request`]s here; nobody else changes a
-//! pod.
+//! Runs the desired pods, with one worker per pod. All other parts read the
+//! [`beelet_model::table::PodTable`] and send [`beelet_model::request::Request`]s to this crate; no other
+//! crate changes a pod.
 
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod deps;

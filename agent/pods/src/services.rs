@@ -24,16 +24,16 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Services {
     pub(crate) planner: Planner,
-    pub(crate) looks: Arc<LookServices>,
+    pub(crate) observations: Arc<ObservationServices>,
     pub(crate) starts: Arc<StartServices>,
     pub(crate) stops: Arc<StopServices>,
     pub(crate) ends: Arc<EndServices>,
     pub(crate) reports: Reports,
 }
 
-/// Services that looks at a pod need.
+/// Services for the observation of a pod.
 #[derive(Debug)]
-pub(crate) struct LookServices {
+pub(crate) struct ObservationServices {
     pub(crate) runtime: Runtime,
     pub(crate) calls: CallQueue,
     pub(crate) max_restart_delay: Duration,
@@ -110,7 +110,7 @@ impl Services {
         };
         Self {
             planner: Planner { node: node.clone(), volumes: volumes.clone() },
-            looks: Arc::new(LookServices {
+            observations: Arc::new(ObservationServices {
                 runtime: cri.clone(),
                 calls,
                 max_restart_delay: runtime.max_restart_delay,

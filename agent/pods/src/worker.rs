@@ -1,10 +1,10 @@
-//! The worker of one pod: looks at the pod in the runtime, lets `policy` decide, acts, and looks again, until
-//! the pod is terminated. All that it remembers could be seen again, so it may be killed between any two
-//! steps.
+//! The worker of one pod: observes the pod in the runtime, lets `policy` decide, acts, and observes again,
+//! until the pod is terminated. A worker can read all of its state from the runtime again, so it may be
+//! killed between any two steps.
 //!
-//! [`Looks`] has the state of its looks, [`History`] the facts about containers that the runtime does not
-//! report, [`Starts`] the starts and their failures, [`Stops`] the stops with their hooks, [`Ending`] the end
-//! of the pod.
+//! [`Observations`] has the state of its observations, [`History`] the facts about containers that the
+//! runtime does not report, [`Starts`] the starts and their failures, [`Stops`] the stops with their hooks,
+//! [`Ending`] the termination of the pod.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -41,7 +41,7 @@ mod ending;
 mod history;
 mod hooks;
 mod last_words;
-mod looks;
+mod observations;
 mod room;
 mod starts;
 mod stops;
@@ -51,73 +51,73 @@ pub(super) use control::{Control, Terminate};
 use devices::Granted;
 use ending::Ending;
 use history::History;
-use looks::{Looks, count};
+use observations::{Observations, count};
 use starts::Starts;
 use stops::{Stops, Window, ignore_missing};
 
-/// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
+/// Pause after the first failed step. Each further failure doubles the pause, up to [`RETRY_MAX`].
 const RETRY_INITIAL: Duration = Duration::from_secs(1);
-/// The longest pause after a failed step. A change that the runtime reports ends it early.
+/// Longest pause after a failed step. A change that the runtime reports ends the pause early.
 const RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// Stage of a pod's end.
+/// Stage of a pod's termination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// The pod runs, or is still being stopped.
     Here,
-    /// The pod has ended for good, and nothing of it runs any more. Its volumes and cgroup may still be
-    /// there.
+    /// The pod has ended permanently, and none of its containers runs. Its volumes and cgroup may still
+    /// exist.
     Stopped,
-    /// The pod has ended for good and given everything back: it is not in the runtime, its cgroup and its
-    /// volumes are gone. Its logs stay.
+    /// The pod has ended permanently and has released its resources: its sandbox, cgroup and volumes are
+    /// removed. Its logs remain.
     Cleared,
-    /// Nothing is left of the pod, and this was the last report.
+    /// The pod and its logs are removed, and this was the last report.
     Gone,
 }
 
-/// Report of a worker to the manager, after each look.
+/// Report of a worker to the manager, after each observation.
 #[derive(Clone, Debug)]
 pub(super) struct WorkerReport {
     /// UID of the pod.
     pub uid: String,
     /// The pod in the runtime.
     pub seen: Arc<Observation>,
-    /// Reasons why containers aren't running, by name.
+    /// Waiting reasons of containers that are not running, by name.
     pub waiting: BTreeMap<String, Waiting>,
-    /// Containers whose postStart hook is done, by identifier.
+    /// Containers whose postStart hook has finished, by identifier.
     pub hooked: BTreeSet<String>,
-    /// Containers that have ended because they were stopped here, by identifier.
+    /// Containers that ended because the worker stopped them, by identifier.
     pub stopped: BTreeSet<String>,
-    /// Stage of the pod's end.
+    /// Stage of the pod's termination.
     pub stage: Stage,
 }
 
-/// Makes one pod real: looks, decides, acts, and looks again; runs as one task.
+/// Observes one pod, decides and acts in a loop; runs as one task.
 pub(super) struct Worker {
     services: Arc<Services>,
     runtime: Runtime,
     plan: Arc<PodPlan>,
     control: watch::Receiver<Control>,
     reports: mpsc::Sender<WorkerReport>,
-    looks: Looks,
+    observations: Observations,
     history: History,
     starts: Starts,
     stops: Stops,
     ending: Ending,
-    /// Blocking work, also of a worker of this pod before this one.
+    /// Blocking work, including work that an earlier worker of this pod started.
     tasks: BlockingTasks,
 }
 
 /// Result of a step.
 enum Step {
-    /// The worker did something, and looks again.
+    /// The worker has acted, and observes the pod again.
     Done,
-    /// Nothing is to be done before a change, or before this time.
+    /// The worker has nothing to do before a change, or before this time.
     Idle(Option<Instant>),
 }
 
 impl Worker {
-    /// A worker for `pod`, which it finds as the pod is.
+    /// Returns a worker for `pod`, in any state of the pod.
     fn new(
         services: Arc<Services>,
         pod: Arc<core::Pod>,
@@ -128,8 +128,8 @@ impl Worker {
         let plan = services.planner.plan(pod);
         let history = History::new(control.borrow().verdicts.hooked.clone());
         Self {
-            runtime: services.looks.runtime.clone(),
-            looks: Looks::new(&services.looks, plan.uid.clone(), known),
+            runtime: services.observations.runtime.clone(),
+            observations: Observations::new(&services.observations, plan.uid.clone(), known),
             history,
             starts: Starts::new(&services.starts),
             stops: Stops::new(&services.stops),
@@ -142,7 +142,7 @@ impl Worker {
         }
     }
 
-    /// The task of a worker. A worker that panics is replaced by a new one.
+    /// Runs a worker, and replaces a worker that panics by a new one.
     pub(super) async fn supervised(
         services: Arc<Services>,
         pod: Arc<core::Pod>,
@@ -154,15 +154,15 @@ impl Worker {
         let tasks = BlockingTasks::default();
         let start = move || {
             let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
-            // Knowledge from before holds for the first look alone.
+            // Earlier knowledge is valid for the first observation only.
             let known = (tasks.clone(), std::mem::take(&mut known));
             Self::new(Arc::clone(&services), pod, control, reports, known).run()
         };
         supervise::keep(&name, start).await;
     }
 
-    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: workers
-    /// wait most of the time, and each would keep room for the largest step.
+    /// Works until the terminated pod is removed, or the manager has ended. Steps are boxed: workers wait
+    /// most of the time, and each worker would reserve memory for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
         let mut purpose = metrics::Purpose::Create;
@@ -192,7 +192,7 @@ impl Worker {
                 }
             } else {
                 tokio::select! {
-                    // A pod that must go does not wait for a slow pull or a long stop.
+                    // A termination request does not wait for a slow pull or a long stop.
                     changed = signal.wait_for(|c| c.end(own).is_some()) => {
                         if changed.is_err() { return }
                         continue;
@@ -217,7 +217,7 @@ impl Worker {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    warn!(pod = %self.plan.name, %error, "a step failed and will be tried again");
+                    warn!(pod = %self.plan.name, %error, "pod worker step failed, retrying");
                     self.ending.record_failure(&self.plan, &error, end.is_some());
                     let at = Instant::now().after(pause);
                     pause = (pause * 2).min(RETRY_MAX);
@@ -230,8 +230,8 @@ impl Worker {
         }
     }
 
-    /// Takes over the pod as it is now, for containers that start from now on. The containers that run are
-    /// changed by the keeper of the QoS tree.
+    /// Uses the updated pod for containers that start from now on. The QoS tree changes the running
+    /// containers.
     fn update_plan(&mut self, pod: &Arc<core::Pod>) {
         let (of_image, of_any) = definition::renewed(&self.plan.pod, pod);
         self.starts.forget(|name| of_image.iter().any(|changed| changed == name));
@@ -239,8 +239,8 @@ impl Worker {
         self.plan = self.services.planner.plan(Arc::clone(pod));
     }
 
-    /// Waits for a change of the manager's wish or of what the pod waits for, or for a time. Returns false if
-    /// the manager is gone.
+    /// Waits for a new control value, for a change of the objects or devices that the pod waits for, or until
+    /// `wake`. Returns false if the manager has ended.
     async fn wait(&mut self, wake: Option<Instant>) -> bool {
         let timer = async {
             match wake {
@@ -255,17 +255,17 @@ impl Worker {
         }
     }
 
-    /// Looks once, decides once, and acts.
+    /// Observes the pod once, decides once, and acts.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, Error> {
         self.starts.hold_back(None);
-        let seen = self.looks.observe(control).await?;
+        let seen = self.observations.observe(control).await?;
         self.starts.answer(control);
         let verdicts = self.history.verdicts(&self.plan.pod, &control.verdicts, &seen);
         let ended = self.history.ended_since_last(&seen);
         last_words::record(&self.services.reports.events, &self.plan.pod, ended, &verdicts).await;
-        let mut actions = self.looks.decide(&self.plan.pod, &seen, &verdicts);
+        let mut actions = self.observations.decide(&self.plan.pod, &seen, &verdicts);
         if control.ended {
-            // Without records of its containers the pod would look as if it had never run.
+            // A pod without container records appears never to have run.
             hold_back(&mut actions, &seen);
             actions.backoff.clear();
             actions.release = actions.stop_sandboxes.is_empty();
@@ -284,14 +284,14 @@ impl Worker {
         }
         let due = actions.start.iter().any(|start| self.starts.may_try(&start.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
-            self.looks.record_idle(&seen, control);
-            let backoff = actions.wake_at().map(|at| self.looks.instant(at));
+            self.observations.record_idle(&seen, control);
+            let backoff = actions.wake_at().map(|at| self.observations.instant(at));
             return Ok(Some(Step::Idle(backoff.into_iter().chain(self.starts.retry_at()).min())));
         }
         self.act(control, actions, &seen).await
     }
 
-    /// Does what was decided, once the pod has room and devices.
+    /// Executes the decided actions once the pod is admitted and has its devices.
     async fn act(
         &mut self,
         control: &Control,
@@ -299,12 +299,12 @@ impl Worker {
         seen: &Arc<Observation>,
     ) -> Result<Option<Step>, Error> {
         let decided = actions.clone();
-        self.looks.check_progress(seen, &decided)?;
+        self.observations.check_progress(seen, &decided)?;
         if !self.starts.has_room(&self.plan, &self.control, &actions).await {
             return Ok(Some(Step::Idle(None)));
         }
         if self.control.borrow().is_newer_than(&self.plan.pod) {
-            // The pod was let in with other amounts than those of this plan.
+            // Admission used other resource amounts than this plan.
             return Ok(Some(Step::Done));
         }
         if let Granted::No(until) = self.starts.devices().have(&self.plan, seen, &actions).await {
@@ -318,16 +318,16 @@ impl Worker {
         }
         let only_makes = actions.only_makes();
         let made = self.execute(actions, seen).await;
-        self.looks.record_actions();
+        self.observations.record_actions();
         let made = made?;
         // A start that failed may have left a container behind.
         let made = Some(made).filter(|_| only_makes && !self.starts.any_failed());
-        self.looks.record_done(seen, decided, made, control.changes);
+        self.observations.record_done(seen, decided, made, control.changes);
         Ok(Some(Step::Done))
     }
 
-    /// A pod that has ended reports the ends of its containers, and gives back its claims. Only the next look
-    /// reports its phase: a driver may be away for long.
+    /// Reports the ended containers of an ended pod, and releases its claims. The next observation reports
+    /// the phase, because a driver may be unavailable for a long time.
     async fn release_claims(
         &self,
         actions: &Actions,
@@ -374,7 +374,7 @@ impl Worker {
         succeeded != Some(false)
     }
 
-    /// Starts containers, one after the other, hooks included. Returns the started ones.
+    /// Starts containers in sequence, each with its hook. Returns the started containers.
     async fn start(
         &mut self,
         actions: &Actions,
@@ -390,7 +390,7 @@ impl Worker {
             let attempt = begins.map_or(start.attempt, |count| start.attempt.max(*count));
             let start = pod::Start { attempt, ..start.clone() };
             let Some(sandbox) = &seen.sandbox else {
-                return Err(Error::Unseen("the sandbox is gone that its containers were to run in"));
+                return Err(Error::Unseen("the sandbox for the containers has disappeared"));
             };
             let started = self.starts.start_container(&self.plan, (sandbox, seen), &start, &self.tasks).await;
             if let Some(id) = started {
@@ -398,7 +398,7 @@ impl Worker {
                 let name = start.name.clone();
                 all.push((id.clone(), start));
                 if !self.post_start(&name, &id, seen).await {
-                    // The container is stopped before anything else is done.
+                    // The next step stops the container first.
                     return Ok(all);
                 }
             }
@@ -406,14 +406,13 @@ impl Worker {
         Ok(all)
     }
 
-    /// Takes the pod away, or as much of it as a failed one gives back. Returns `Ok(None)` once nothing is
-    /// left of it.
+    /// Terminates the pod; a failed pod keeps its logs. Returns `Ok(None)` once the pod is removed.
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
         self.starts.hold_back(None);
-        let seen = self.looks.observe_at_end().await?;
+        let seen = self.observations.observe_at_end().await?;
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
-        // With its containers removed a pod would look as if it had never run: its last states stand.
+        // A pod without containers appears never to have run: its last reported states stand.
         if !empty && !self.report(&seen, &nothing, Stage::Here).await {
             return Ok(None);
         }
@@ -425,22 +424,22 @@ impl Worker {
             return self.remove_stopped().await;
         }
         self.starts.forget(|_| true);
-        self.looks.forget_actions();
+        self.observations.forget_actions();
         self.ending.close();
         self.starts.devices().revoke();
         self.ending.unprepare(&self.plan).await?;
-        // A volume may hang. The pod's end doesn't wait for it (SyncTerminatingPod).
+        // A volume may hang. The report of the pod's end doesn't wait for the volume (SyncTerminatingPod).
         if !self.report(&seen, &nothing, Stage::Stopped).await {
             return Ok(None);
         }
         self.ending.release(&self.plan, &self.tasks).await?;
         if control.terminate.is_none() {
-            info!(pod = %self.plan.name, uid = self.plan.uid, "pod has given back everything it had");
-            let told = self.report(&seen, &nothing, Stage::Cleared).await;
-            return Ok(told.then_some(Step::Idle(None)));
+            info!(pod = %self.plan.name, uid = self.plan.uid, "pod has released its resources");
+            let reported = self.report(&seen, &nothing, Stage::Cleared).await;
+            return Ok(reported.then_some(Step::Idle(None)));
         }
         self.ending.remove_logs(&self.plan, &self.tasks).await?;
-        info!(pod = %self.plan.name, uid = self.plan.uid, "pod is gone");
+        info!(pod = %self.plan.name, uid = self.plan.uid, "pod is removed");
         self.report(&seen, &nothing, Stage::Gone).await;
         Ok(None)
     }
@@ -448,10 +447,10 @@ impl Worker {
     /// Reports the last states of stopped containers, and removes the containers and sandboxes.
     async fn remove_stopped(&mut self) -> Result<Option<Step>, Error> {
         let nothing = Actions::default();
-        let last = self.looks.last_states().await?;
+        let last = self.observations.last_states().await?;
         let stage = if last.may_run() { Stage::Here } else { Stage::Stopped };
         if stage == Stage::Stopped && self.ending.has_claims(&self.plan) {
-            // The report of the containers' ends doesn't wait for drivers.
+            // The report of the ended containers doesn't wait for drivers.
             if !self.report(&last, &nothing, Stage::Here).await {
                 return Ok(None);
             }
@@ -469,13 +468,13 @@ impl Worker {
         Ok(Some(Step::Done))
     }
 
-    /// Reports to the manager. Returns false if the manager is gone.
+    /// Reports to the manager. Returns false if the manager has ended.
     async fn report(&self, seen: &Arc<Observation>, actions: &Actions, stage: Stage) -> bool {
         let mut waiting = self.starts.waiting(&self.plan, actions);
         for (name, reason) in self.history.waiting(seen) {
             waiting.entry(name).or_insert(reason);
         }
-        debug!(pod = %self.plan.name, ?actions, "looked at the pod");
+        debug!(pod = %self.plan.name, ?actions, "observed the pod");
         let report = WorkerReport {
             uid: self.plan.uid.clone(),
             seen: Arc::clone(seen),
@@ -488,9 +487,9 @@ impl Worker {
     }
 }
 
-/// Removes the actions that make something new of the pod; stops stay. A sandbox in which nothing runs any
-/// more is stopped only for the next one's sake, and can't be seen to be stopped: it would be stopped again
-/// and again.
+/// Removes the actions that create or start a part of the pod, and keeps the stops of sandboxes in which
+/// containers may run. The runtime's list does not show that an empty sandbox was stopped, so its stop would
+/// repeat forever.
 fn hold_back(actions: &mut Actions, seen: &Observation) {
     actions.create_sandbox = None;
     actions.start.clear();

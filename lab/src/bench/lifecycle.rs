@@ -257,7 +257,7 @@ fn logged(agent: &Agent, is_it: impl Fn(&str) -> bool) -> Result<i64> {
 fn asked_for(agent: &Agent, pod: &str, container: &str) -> Result<i64> {
     let (pod, container) = (format!("pod=default/{pod}-"), format!("container=\"{container}\""));
     logged(agent, |line| {
-        line.contains("container is asked for")
+        line.contains("starting container")
             && line.contains(&pod)
             && line.contains(&container)
             && line.contains("attempt=1")

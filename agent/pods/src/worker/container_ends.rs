@@ -1,5 +1,5 @@
-//! Times at which containers ended, on the clock of timers. The runtime reports them by the wall clock, which
-//! people and NTP set: a delay that is counted by that clock could last for hours, or be skipped.
+//! End times of containers on the monotonic clock. The runtime reports them by the wall clock, which
+//! administrators and NTP set: a delay by the wall clock could last for hours, or be skipped.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -9,10 +9,10 @@ use beelet_units::moment::Moment;
 use jiff::Timestamp;
 use tokio::time::Instant;
 
-/// Longest time before the worker's begin that an end is remembered with. No delay is longer.
+/// Greatest age of an end at the worker's start. No delay is longer.
 const BEFORE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The ends that a worker knows.
+/// End times of a pod's containers.
 #[derive(Debug)]
 pub(super) struct ContainerEnds {
     began: Instant,
@@ -24,8 +24,8 @@ impl ContainerEnds {
         Self { began: Instant::now(), known: BTreeMap::new() }
     }
 
-    /// Takes over the ends that are new. Their age is read from the wall clock, which shows `wall` now; an
-    /// end in the future of that clock was just now.
+    /// Records new ends, with their age by the wall clock, whose current time is `wall`. An end in the future
+    /// of the wall clock counts as now.
     pub(super) fn record(&mut self, observed: &Observed, wall: Timestamp) {
         let now = self.now();
         let ended = observed.containers.iter().filter_map(|container| match container.state {
@@ -42,7 +42,7 @@ impl ContainerEnds {
             .collect();
     }
 
-    /// The ends, by the runtime's identifiers.
+    /// Returns the ends by the runtime's identifiers.
     pub(super) fn known(&self) -> &BTreeMap<String, Moment> {
         &self.known
     }
@@ -51,7 +51,7 @@ impl ContainerEnds {
         Moment::after_start(BEFORE + self.began.elapsed())
     }
 
-    /// A moment on the clock of timers; one that has passed is now.
+    /// Converts a moment to a timer's instant; a past moment becomes now.
     pub(super) fn instant(&self, at: Moment) -> Instant {
         Instant::now().after(at.since(self.now()))
     }
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_end_stays_where_it_was_however_the_clock_is_set() {
+    async fn a_change_of_the_wall_clock_does_not_move_an_end() {
         let (mut ends, second) = (ContainerEnds::new(), Duration::from_secs(1));
         ends.record(&ended("a", 0), wall(5));
         let at = ends.known()["a"];
@@ -94,17 +94,17 @@ mod tests {
         assert_eq!(ends.now().since(at), 25 * second);
         assert_eq!(ends.instant(at.plus(30 * second)), Instant::now() + 5 * second);
         assert_eq!(ends.instant(at), Instant::now());
-        // The end of a container that is gone is forgotten.
+        // The end of a removed container is forgotten.
         ends.record(&ended("b", 0), wall(5));
         assert_eq!(ends.known().keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_end_that_is_yet_to_come_was_just_now() {
+    async fn an_end_in_the_future_counts_as_now() {
         let mut ends = ContainerEnds::new();
         ends.record(&ended("a", 10_800), wall(0));
         assert_eq!(ends.known()["a"], ends.now());
-        // An older one than any delay is as old as that.
+        // The age of an end is limited to the longest delay.
         ends.record(&ended("b", -1_000_000), wall(0));
         assert_eq!(ends.now().since(ends.known()["b"]), BEFORE);
     }

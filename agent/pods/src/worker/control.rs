@@ -1,4 +1,4 @@
-//! The manager's wish for a worker, and the time in which a pod has to end if several requests ask for that.
+//! The manager's instructions to a worker, and the effective grace period of several termination requests.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -15,49 +15,50 @@ pub(crate) struct Terminate {
     pub grace: Option<Duration>,
 }
 
-/// The manager's wish for a worker. A state, not a queue: only the newest counts.
+/// The manager's instructions to a worker. A state, not a queue: only the newest value counts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Control {
-    /// Set once the pod must go: the worker stops and removes everything.
+    /// Termination of the pod: the worker stops and removes all parts of the pod.
     pub terminate: Option<Terminate>,
-    /// Set once the pod must give everything back, and not start again while this stands: it was ended for
-    /// good, or is deleted.
+    /// Termination of a failed or deleted pod: the worker releases the pod's resources, and starts no
+    /// container while this is set.
     pub failed: Option<Terminate>,
-    /// All containers of the pod have ended for good: none is started again, even when the runtime's records
-    /// of them are collected as garbage.
+    /// All containers of the pod have ended permanently: the worker starts none, even after garbage
+    /// collection of the runtime's container records.
     pub ended: bool,
-    /// The pod as it is now, once it was changed while it runs.
+    /// The current pod, if it was changed while it runs.
     pub updated: Option<Arc<core::Pod>>,
     /// Results of probes.
     pub verdicts: Verdicts,
-    /// Restart counts with which containers begin that the runtime does not know: they ran before.
+    /// Initial restart counts of containers that ran before, but are unknown to the runtime.
     pub counts: Arc<BTreeMap<String, u32>>,
     /// Number of changes that the runtime reported.
     pub changes: u64,
-    /// The runtime's list of the pod with the last of these changes, and the time when it was asked for.
+    /// The runtime's list of the pod that showed the last of these changes, and the time of its request.
     pub listed: Option<(Instant, Arc<Listed>)>,
     /// Number of changes of ConfigMaps and Secrets that the pod refers to.
     pub objects: u64,
-    /// Number of requests to start at once again what could not be started.
+    /// Number of requests to retry failed starts immediately.
     pub retry_requests: u64,
-    /// The runtime's status of containers that were last seen running, and have ended.
+    /// The runtime's status of containers that ended after the last observation.
     pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
 }
 
 impl Control {
-    /// Returns true if the pod has been changed since it was `known`.
+    /// Returns true if the pod has changed since the version `known`.
     pub(super) fn is_newer_than(&self, known: &Arc<core::Pod>) -> bool {
         self.updated.as_ref().is_some_and(|pod| !Arc::ptr_eq(pod, known))
     }
 
-    /// Time in which a pod with this grace period has to end, if it has to; the shorter of two requests wins.
+    /// Returns the effective grace period of a pod whose own is `own`, if a termination is requested; the
+    /// shorter of two requests wins.
     pub(super) fn end(&self, own: Duration) -> Option<Duration> {
         self.terminate.iter().chain(&self.failed).map(|end| end.grace.unwrap_or(own)).min()
     }
 
-    /// Ends a pod with this grace period. A later request can only shorten the time, as in the kubelet
-    /// (`calculateEffectiveGracePeriod`, pkg/kubelet/pod_workers.go). Returns true if the request changes
-    /// anything.
+    /// Requests the end of a pod whose own grace period is `own`. A later request can only shorten the grace
+    /// period, as in the kubelet (`calculateEffectiveGracePeriod`, pkg/kubelet/pod_workers.go). Returns true
+    /// if the request has an effect.
     pub(crate) fn fail(&mut self, end: Terminate, own: Duration) -> bool {
         let by = |end: Terminate| end.grace.unwrap_or(own);
         let is_new = self.failed.is_none_or(|known| by(end) < by(known));
@@ -73,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_under_way_is_only_hastened() {
+    fn a_later_request_only_shortens_the_grace_period() {
         let own = Duration::from_secs(30);
         let check = |asked: &[(Option<u64>, bool)], expected: Option<u64>| {
             let mut control = Control::default();
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_ends_the_sooner_one_counts() {
+    fn the_shorter_of_two_grace_periods_wins() {
         let own = Duration::from_secs(30);
         let seconds = |grace: Option<u64>| Terminate { grace: grace.map(Duration::from_secs) };
         let check = |terminate: Option<Option<u64>>, failed: Option<Option<u64>>, expected: Option<u64>| {

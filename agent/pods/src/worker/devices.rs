@@ -1,4 +1,4 @@
-//! A pod's devices come before its sandbox: a worker starts nothing before its pod has them.
+//! Allocation of a pod's devices, which precedes its sandbox and its containers.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -10,10 +10,10 @@ use crate::{plan::PodPlan, runtime_view::Observation, status::Waiting};
 use beelet_devices::{Circumstances, DeviceRefusal, Devices, NodeDevices};
 use beelet_pinning::{PinRefusal, Pinning, Session};
 
-/// Reason of a waiting container's status.
+/// Reason in the status of a container that waits for devices.
 const WAITING: &str = "WaitingForDevices";
 
-/// Result of asking for a pod's devices.
+/// Result of a request for a pod's devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Granted {
     /// The pod has its devices.
@@ -27,9 +27,9 @@ pub(super) enum Granted {
 pub(super) struct DeviceGrant {
     devices: Devices,
     pinning: Pinning,
-    /// Attempt of the sandbox that the pod has its devices for.
+    /// Attempt number of the sandbox for which the pod has its devices.
     sandbox: Option<u32>,
-    /// Reason why the pod must wait.
+    /// Waiting reason of the pod, if it has to wait.
     waiting: Option<Waiting>,
     changes: watch::Receiver<Arc<NodeDevices>>,
 }
@@ -39,12 +39,12 @@ impl DeviceGrant {
         Self { changes: devices.node(), devices, pinning, sandbox: None, waiting: None }
     }
 
-    /// Forgets the grant of a pod that gives everything back.
+    /// Clears the grant of a pod that releases its resources.
     pub(super) fn revoke(&mut self) {
         (self.sandbox, self.waiting) = (None, None);
     }
 
-    /// Waits for a change of the node's devices; for ever if the pod does not wait for devices.
+    /// Waits for a change of the node's devices; forever if the pod does not wait for devices.
     pub(super) async fn changed(&mut self) {
         if self.waiting.is_none() {
             std::future::pending::<()>().await;
@@ -52,7 +52,7 @@ impl DeviceGrant {
         let _ = self.changes.changed().await;
     }
 
-    /// Makes sure that the pod has its devices before anything of it is started.
+    /// Allocates the pod's devices, if `actions` create a sandbox or start containers.
     pub(super) async fn have(&mut self, plan: &PodPlan, seen: &Observation, actions: &Actions) -> Granted {
         let current = current(seen);
         let wanted = actions.create_sandbox.or_else(|| {
@@ -64,13 +64,13 @@ impl DeviceGrant {
         let in_place = actions.create_sandbox.is_none();
         let circumstances = beelet_pinning::Circumstances { ended: ended.clone(), runs: in_place };
         let pins = self.pinning.begin(&plan.pod, circumstances);
-        // A pod that runs since before this agent has what it needs, whatever its plugins say.
+        // A pod that an earlier agent started keeps its devices, regardless of the plugins' state.
         let has_devices = in_place && self.devices.has_all(&plan.pod, &ended);
         if has_devices && pins.is_none() {
             self.sandbox = Some(wanted);
             return Granted::Yes;
         }
-        // In a sandbox that is still to be made nothing runs, whatever the old one's containers do.
+        // No container runs in a sandbox that does not exist yet; containers of the old sandbox do not count.
         let kept = current.filter(|_| in_place);
         let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
         let restarting = !seen.pod.sandboxes.is_empty();
@@ -102,10 +102,10 @@ impl DeviceGrant {
         }
     }
 
-    /// Frees the devices of ended init containers that no container after them needs.
+    /// Releases the devices of ended init containers that no later container needs.
     pub(super) fn release_ended(&self, plan: &PodPlan, seen: &Observation) {
         if plan.pod.spec.as_ref().is_some_and(pod::may_restart_all) {
-            // They may be run again, in the same sandbox.
+            // The init containers may run again in the same sandbox.
             return;
         }
         for name in ended(&plan.pod, seen) {
@@ -115,7 +115,7 @@ impl DeviceGrant {
         }
     }
 
-    /// Containers that wait for devices: all that would be started with devices.
+    /// Returns the containers that wait for devices: all that `actions` would start.
     pub(super) fn waiting(&self, plan: &PodPlan, actions: &Actions) -> Vec<(String, Waiting)> {
         let Some(waiting) = &self.waiting else { return Vec::new() };
         let spec = plan.pod.spec.as_ref();
@@ -127,7 +127,7 @@ impl DeviceGrant {
     }
 }
 
-/// A refusal to give CPUs or memory, as one to give devices: the worker does the same for both.
+/// Converts a refusal of CPUs or memory: the worker treats it like a refusal of devices.
 fn of_pins(refusal: PinRefusal) -> DeviceRefusal {
     match refusal {
         PinRefusal::Wait { message, until } => DeviceRefusal::Wait { message, until },
@@ -135,7 +135,7 @@ fn of_pins(refusal: PinRefusal) -> DeviceRefusal {
     }
 }
 
-/// The sandbox that containers are started in.
+/// Returns the sandbox in which containers are started.
 fn current(seen: &Observation) -> Option<&pod::Sandbox> {
     seen.pod.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id))
 }
@@ -146,8 +146,8 @@ fn running(seen: &Observation, sandbox: &pod::Sandbox) -> BTreeSet<String> {
     runs.map(|c| c.name.clone()).collect()
 }
 
-/// Init containers that have ended for good: with exit code 0, in the sandbox that counts, and a container
-/// that comes after has been started.
+/// Returns the init containers that have ended permanently: with exit code 0, in the current sandbox, and
+/// with a later container already started.
 fn ended(pod: &core::Pod, seen: &Observation) -> BTreeSet<String> {
     let Some((spec, sandbox)) = pod.spec.as_ref().zip(current(seen)) else { return BTreeSet::new() };
     let started = |name: &str| {
@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_init_container_has_ended_for_good_once_the_next_was_started() {
+    fn an_init_container_has_ended_permanently_once_the_next_was_started() {
         let pod: core::Pod = serde_json::from_value(json!({ "spec": {
             "initContainers": [{ "name": "a" }, { "name": "s", "restartPolicy": "Always" }, { "name": "b" }],
             "containers": [{ "name": "c" }],

@@ -1,4 +1,4 @@
-//! The end of a pod: its time window, and the return of its claims, its volumes, its cgroup and its logs.
+//! The termination of a pod: its time window, and the release of its claims, volumes, cgroup and logs.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,12 +10,12 @@ use tracing::info;
 use super::stops::Window;
 use crate::{error::Error, plan::PodPlan, services::EndServices};
 
-/// The end of a worker's pod.
+/// The termination of a worker's pod.
 pub(super) struct Ending {
     services: Arc<EndServices>,
-    /// Time in which the pod must have ended, once it must.
+    /// Time window of the termination, if it has begun.
     window: Option<Window>,
-    /// The pod has ended, and has given back all but its containers and logs.
+    /// The pod has ended and has released its volumes and its cgroup. Its containers and logs may remain.
     released: bool,
 }
 
@@ -24,15 +24,16 @@ impl Ending {
         Self { services: Arc::clone(services), window: None, released: false }
     }
 
-    /// The window of an end with this grace period. A shorter grace period opens a window of its own.
+    /// Returns the window of a termination with this grace period. Another grace period opens a new window.
     pub(super) fn window(&mut self, grace: Duration) -> Window {
         let known = self.window.filter(|window| window.grace == grace);
         *self.window.insert(known.unwrap_or_else(|| Window::new(grace)))
     }
 
-    /// Records the failure of a step that ends the pod, or stops a part of it (`killPod` of the kubelet).
+    /// Records the failure of a step that terminates the pod or stops one of its containers or sandboxes
+    /// (`killPod` of the kubelet).
     pub(super) fn record_failure(&self, plan: &PodPlan, error: &Error, is_ending: bool) {
-        // Drivers that don't take claims back have an event of their own.
+        // A failed release of claims has its own event.
         let has_event = matches!(error, Error::StillPrepared(_));
         if !has_event && (is_ending || matches!(error, Error::Kill(_))) {
             let message = format!("error killing pod: {error}");
@@ -45,15 +46,15 @@ impl Ending {
         self.services.claims.has_any(plan)
     }
 
-    /// Has drivers take back the pod's claims.
+    /// Releases the pod's claims through their drivers.
     ///
     /// # Errors
-    /// A driver is not there, or cannot.
+    /// A driver is unavailable or fails.
     pub(super) async fn unprepare(&self, plan: &PodPlan) -> Result<(), Error> {
         self.services.claims.unprepare(plan).await
     }
 
-    /// Takes away the volumes and the cgroup of a pod that has ended, once.
+    /// Removes the volumes and the cgroup of a pod that has ended, once.
     ///
     /// # Errors
     /// A volume or a cgroup is still in use.
@@ -65,18 +66,18 @@ impl Ending {
     ) -> Result<(), Error> {
         if actions.release && !self.released {
             self.services.teardown.release_ended(plan, tasks).await?;
-            info!(pod = %plan.name, "pod has ended, and its volumes and its cgroup are given back");
+            info!(pod = %plan.name, "pod has ended, removed its volumes and its cgroup");
         }
         self.released = actions.release;
         Ok(())
     }
 
-    /// Forgets the window of an end that is over.
+    /// Closes the window of a finished termination.
     pub(super) fn close(&mut self) {
         self.window = None;
     }
 
-    /// Takes away everything but the logs of a pod of which nothing is left in the runtime.
+    /// Removes everything but the logs of a pod that is no longer in the runtime.
     ///
     /// # Errors
     /// A volume or a cgroup is still in use.

@@ -1,5 +1,5 @@
-//! The history of a pod's containers that the runtime does not report: hooks that ran, containers that were
-//! stopped here, and containers that are not what the pod asks for now.
+//! Facts about a pod's containers that the runtime does not report: finished hooks, containers that the
+//! worker stopped, and containers whose definition is outdated.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,49 +18,50 @@ use crate::{runtime_view::Observation, status::Waiting};
 /// Facts about containers, by the runtime's identifier.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    /// Containers whose postStart hook is done.
+    /// Containers whose postStart hook has finished.
     hooked: BTreeSet<String>,
     /// Containers whose postStart hook failed.
     failed_hooks: BTreeSet<String>,
-    /// Containers that ran, and are not what the pod asks for any more.
+    /// Containers that were running when the pod's definition of them changed.
     outdated: BTreeMap<String, KillReason>,
-    /// Names of containers whose image or resources have changed since the last look.
+    /// Names of containers whose image or resources have changed since the last observation.
     renewed: BTreeSet<String>,
-    /// The last instances from before such a change. Their crashes do not delay the next instance.
+    /// The last instances before a change of image or resources. Their crashes do not delay the next
+    /// instance.
     previous_instances: BTreeSet<String>,
-    /// Containers that ran at the last look, or were started since.
+    /// Containers that ran at the last observation, or were started since.
     alive: BTreeSet<String>,
-    /// Times since when containers have been stopped.
+    /// Times of the first stop request, by container.
     stopped: BTreeMap<String, Timestamp>,
 }
 
 impl History {
-    /// The history of a pod whose hooks are known.
+    /// Returns the history of a pod with these finished hooks.
     pub(super) fn new(hooked: BTreeSet<String>) -> Self {
         Self { hooked, ..Self::default() }
     }
 
-    /// Containers whose postStart hook is done.
+    /// Returns the containers whose postStart hook has finished.
     pub(super) fn hooked(&self) -> &BTreeSet<String> {
         &self.hooked
     }
 
-    /// Notes the names of containers whose image or resources have changed.
+    /// Records the names of containers whose image or resources have changed.
     pub(super) fn renew(&mut self, names: impl IntoIterator<Item = String>) {
         self.renewed.extend(names);
     }
 
-    /// Notes that a container was started.
+    /// Records that a container was started.
     pub(super) fn record_start(&mut self, id: &str) {
         self.alive.insert(id.to_owned());
     }
 
-    /// Notes that a container is stopped from now on.
+    /// Records the time of the first request to stop a container.
     pub(super) fn record_stop(&mut self, id: &str) {
         self.stopped.entry(id.to_owned()).or_insert_with(Timestamp::now);
     }
 
-    /// Notes the result of a postStart hook. None: the container has no hook.
+    /// Records the result of a postStart hook, or None if the container has no hook.
     pub(super) fn record_hook(&mut self, id: &str, succeeded: Option<bool>) {
         match succeeded {
             Some(true) => drop(self.hooked.insert(id.to_owned())),
@@ -69,8 +70,8 @@ impl History {
         }
     }
 
-    /// The verdicts of probes, together with those of the history: results of hooks, and containers without a
-    /// startup probe, which have started as soon as they run.
+    /// Combines the verdicts of probes with those of the history: results of hooks, and containers without a
+    /// startup probe, which count as started as soon as they run.
     pub(super) fn verdicts(&mut self, pod: &core::Pod, probes: &Verdicts, seen: &Observation) -> Verdicts {
         self.hooked.retain(|id| seen.containers.contains_key(id));
         self.stopped.retain(|id, _| seen.containers.contains_key(id));
@@ -95,9 +96,9 @@ impl History {
         verdicts
     }
 
-    /// Notes the running containers that are not what the pod asks for now. Once a container has ended, that
-    /// can't be found out any more: it may have ended before the change. An init container runs to its end as
-    /// it was made, unless it is a sidecar (`computeInitContainerActions`).
+    /// Records the running containers whose definition in the pod has changed. An ended container may have
+    /// ended before the change, so only running containers count. An init container other than a sidecar
+    /// keeps its definition until its end (`computeInitContainerActions`).
     fn record_outdated(&mut self, pod: &core::Pod, seen: &Observation) {
         self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
         let lasting = pod.spec.iter().flat_map(|s| {
@@ -114,14 +115,14 @@ impl History {
         }
     }
 
-    /// Returns true if a container runs, or has ended after it was told to: the reason why it was condemned
-    /// may be the reason for its end. A container that ended by itself counts by its exit code, whatever a
-    /// probe said then.
+    /// Returns true if a container runs, or ended after a stop request: the reason for the request may be the
+    /// reason for the end. A container that ended without a request counts by its exit code, regardless of
+    /// probe results.
     pub(super) fn may_be_for(&self, id: &str, seen: &Observation) -> bool {
         let container = seen.pod.containers.iter().find(|c| c.id == id);
         match container.map(|c| &c.state) {
             Some(pod::ContainerState::Exited { finished_at, .. }) => {
-                // A runtime may know the time to the second, or not at all.
+                // A runtime may report the time in whole seconds, or not at all.
                 let is_known = *finished_at != Timestamp::UNIX_EPOCH;
                 let is_exact = finished_at.subsec_nanosecond() != 0;
                 let since = |at: &Timestamp| if is_exact { *at } else { whole_second(*at) };
@@ -131,13 +132,13 @@ impl History {
         }
     }
 
-    /// Containers that have ended because they were stopped here.
+    /// Returns the containers that ended because the worker stopped them.
     pub(super) fn stopped(&self, seen: &Observation) -> BTreeSet<String> {
         self.stopped.keys().filter(|id| self.may_be_for(id, seen)).cloned().collect()
     }
 
-    /// Containers that have ended for one that is as the pod asks for now: they wait for it, and the pod has
-    /// not ended.
+    /// Returns the waiting states of containers that ended because of a changed definition. Each waits for
+    /// its next instance, and the pod has not ended.
     pub(super) fn waiting<'a>(
         &'a self,
         seen: &'a Observation,
@@ -150,7 +151,7 @@ impl History {
         ended.map(move |c| (c.name.clone(), waiting()))
     }
 
-    /// Containers that ended since the last look. Takes over the containers that run now.
+    /// Returns the containers that ended since the last observation, and records the running containers.
     pub(super) fn ended_since_last<'a>(
         &mut self,
         seen: &'a Observation,
@@ -162,13 +163,13 @@ impl History {
     }
 }
 
-/// The init and main containers of a pod.
+/// Returns the init and main containers of a pod.
 fn regular(pod: &core::Pod) -> impl Iterator<Item = &core::Container> {
     pod.spec.iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers))
 }
 
-/// Containers that have ended, and whose next instance has another definition: their crashes do not delay it
-/// (the kubelet's back-off is by the container's hash).
+/// Returns the ended containers whose next instance has another definition. Their crashes do not delay the
+/// next instance (the kubelet's back-off is by the container's hash).
 fn replaced(pod: &core::Pod, seen: &Observation) -> Vec<String> {
     let ended = regular(pod).filter_map(|container| {
         let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id))?;

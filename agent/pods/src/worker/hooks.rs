@@ -1,6 +1,6 @@
-//! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the
-//! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
-//! it runs.
+//! Lifecycle hooks: commands, HTTP requests and pauses after the start and before the stop of a container,
+//! with the kubelet's semantics (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is
+//! killed while the hook runs.
 
 use std::{fmt, io, time::Duration};
 
@@ -25,17 +25,17 @@ use beelet_base::tls;
 use beelet_cri::Runtime;
 use beelet_units::bounds;
 
-/// What applications see as the client: the kubelet's name, which some let pass without a login.
+/// User agent of HTTP hooks: the kubelet's, which some applications accept without a login.
 const USER_AGENT: &str = "kube-lifecycle/1.36";
-/// How long a command that is waited for no longer may go on at most: it ends with its container.
+/// Extra run time of a command after its hook's timeout. The command ends with its container at the latest.
 const LEFT_ALONE: Duration = Duration::from_secs(60);
-/// As much of a failed command's words as an error repeats.
-const SAID_MAX: usize = 500;
+/// Most characters of a failed command's stderr in an error.
+const STDERR_MAX: usize = 500;
 
-/// The container a hook is for.
+/// The container of a hook.
 #[derive(Clone, Copy)]
 pub(super) struct Subject<'a> {
-    /// Its spec.
+    /// The container's spec.
     pub spec: &'a core::Container,
     /// The runtime's identifier.
     pub id: &'a str,
@@ -43,9 +43,8 @@ pub(super) struct Subject<'a> {
     pub pod_ip: Option<&'a str>,
 }
 
-/// Runs a hook to its end, for no longer than `within`. A command that takes longer is not stopped: its
-/// container has its last seconds yet, and it ends with that, as under the kubelet. Returns what the pod is
-/// to be warned of, if anything. An error is a sentence.
+/// Runs a hook for at most `within`. A command that takes longer keeps running until its container ends, as
+/// under the kubelet. Returns the downgrade from HTTPS to HTTP, if one was necessary.
 pub(super) async fn run(
     runtime: &Runtime,
     handler: &core::LifecycleHandler,
@@ -57,7 +56,7 @@ pub(super) async fn run(
         None => work.await,
         Some(within) => timeout(within, work)
             .await
-            .unwrap_or_else(|_| Err(format!("it did not end within {} s", within.as_secs_f64()))),
+            .unwrap_or_else(|_| Err(format!("timed out after {} s", within.as_secs_f64()))),
     }
 }
 
@@ -72,12 +71,12 @@ async fn handle(
         let shown = command.join(" ");
         let (runtime, id) = (runtime.clone(), subject.id.to_owned());
         let most = if within.is_zero() { within } else { within.saturating_add(LEFT_ALONE) };
-        // A call that is dropped ends the command.
+        // Dropping the call would end the command.
         let call = tokio::spawn(async move { runtime.exec_sync(&id, command, most).await });
         let output = call.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
         return match output.exit_code {
             0 => Ok(None),
-            code => Err(format!("the command {shown:?} exited with {code}{}", said(&output.stderr))),
+            code => Err(format!("command {shown:?} exited with code {code}{}", suffix(&output.stderr))),
         };
     }
     if let Some(sleep) = &handler.sleep {
@@ -87,33 +86,34 @@ async fn handle(
     if let Some(http) = &handler.http_get {
         return get(http, subject).await;
     }
-    Err("it says neither exec nor httpGet nor sleep".to_owned())
+    Err("the hook has neither `exec` nor `httpGet` nor `sleep`".to_owned())
 }
 
-/// `: what it said`, on one line, or nothing.
-fn said(stderr: &[u8]) -> String {
+/// Formats a command's stderr as one line after a colon; empty if the command printed nothing.
+fn suffix(stderr: &[u8]) -> String {
     let text = String::from_utf8_lossy(stderr);
-    let line: String = text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(SAID_MAX).collect();
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line: String = words.chars().take(STDERR_MAX).collect();
     if line.is_empty() { line } else { format!(": {line}") }
 }
 
-/// A hook that was to be asked by HTTPS answers by HTTP only, and was asked so: the port's address.
+/// Address of an HTTPS hook that answered by HTTP only, and was repeated by HTTP.
 #[derive(Debug, PartialEq)]
 pub(super) struct Downgraded(String);
 
 impl fmt::Display for Downgraded {
-    /// The kubelet's words.
+    /// Writes the kubelet's message.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded", self.0)
     }
 }
 
-/// The kubelet asks, and takes any answer: only one that can't be asked has failed. Redirects are followed
-/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so. No
-/// credentials go from HTTPS to HTTP.
+/// Sends the hook's request. As under the kubelet, any response is a success, and only a failed request is an
+/// error. Redirects are followed within the host. A hook with scheme HTTPS that answers by HTTP is repeated
+/// by HTTP, without credentials.
 async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Option<Downgraded>, String> {
     let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
-    let host = host.ok_or("the pod has no address to ask yet")?;
+    let host = host.ok_or("the pod has no IP address yet")?;
     let port = port(&action.port, subject.spec)?;
     let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
     let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
@@ -126,7 +126,7 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Optio
                 info!(
                     host,
                     port = place.port,
-                    "a hook's HTTPS request was answered by HTTP, it is made so: {cause}"
+                    "HTTPS lifecycle hook answered by HTTP, retrying with HTTP: {cause}"
                 );
                 place.tls = false;
                 downgraded = Some(Downgraded(place.authority(host)));
@@ -144,10 +144,10 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Optio
     Err(format!("GET {}: stopped after {MAX_REDIRECTS} redirects", place.url(host)))
 }
 
-/// Why there was no answer.
+/// Failure of a request.
 struct Broken {
     cause: String,
-    /// What should have been the beginning of a TLS handshake was not.
+    /// The response was not the beginning of a TLS handshake.
     speaks_http: bool,
 }
 
@@ -157,7 +157,7 @@ impl<E: fmt::Display> From<E> for Broken {
     }
 }
 
-/// Asks, and waits for any answer; where it leads on, if it does.
+/// Sends the request and waits for any response. Returns the location of a redirect.
 async fn ask(action: &core::HTTPGetAction, host: &str, place: &Place) -> Result<Option<String>, Broken> {
     let request = request(action, host, place)?;
     let stream = TcpStream::connect((host, place.port)).await?;
@@ -177,7 +177,7 @@ async fn ask(action: &core::HTTPGetAction, host: &str, place: &Place) -> Result<
     Ok(exchange(stream, request).await?)
 }
 
-/// Whether the pod wants it asked by HTTPS.
+/// Returns true if the hook's scheme is HTTPS.
 fn is_https(action: &core::HTTPGetAction) -> bool {
     action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"))
 }
@@ -209,24 +209,24 @@ fn request(
     request.body(Empty::new())
 }
 
-/// Asks, and waits for any answer; the Location of a redirect.
+/// Sends the request over a stream and waits for any response. Returns the location of a redirect.
 async fn exchange(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     request: Request<Empty<Bytes>>,
 ) -> Result<Option<String>, hyper::Error> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // Ends with this function, however it is left.
+    // The task ends with this function on every path.
     let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
     let response = sender.send_request(request).await?;
     let location = response.headers().get(http::header::LOCATION);
     let location = location.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
     let location = location.filter(|_| is_redirect(response.status().as_u16()));
-    // One piece of the body is read so that short answers end cleanly.
+    // Reading one frame of the body lets short responses end cleanly.
     let _ = response.into_body().frame().await;
     Ok(location)
 }
 
-/// A port by its number, or by the name that the container gives it.
+/// Resolves a port by its number, or by its name in the container's spec.
 fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> {
     let number = match port {
         IntOrString::Int(number) => Some(*number),
@@ -269,18 +269,18 @@ mod tests {
         check(IntOrString::Int(70_000), None);
     }
 
-    /// Answers one request; what it was.
+    /// Answers one request, and returns the request.
     async fn answer(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
         let mut request = vec![0; 4096];
         let read = stream.read(&mut request).await.unwrap();
         stream.write_all(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n").await.unwrap();
-        // The client may have heard enough.
+        // The client may have closed the connection already.
         let _ = stream.shutdown().await;
         String::from_utf8_lossy(&request[..read]).into_owned()
     }
 
     #[tokio::test]
-    async fn by_https_any_certificate_will_do_and_http_without_credentials() {
+    async fn https_accepts_any_certificate_and_falls_back_to_http_without_credentials() {
         let acceptor = beelet_testing::tls::acceptor();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -302,7 +302,7 @@ mod tests {
         assert_eq!(get(&action, subject).await.unwrap(), None);
         let asked = server.await.unwrap();
         assert!(asked.starts_with("GET / HTTP/1.1\r\n") && asked.contains("secret"), "{asked}");
-        // One that speaks no TLS is asked again by HTTP, but gets no credentials in the clear.
+        // A server without TLS gets the request again by HTTP, without credentials.
         let plain = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = plain.local_addr().unwrap().port();
         let server = tokio::spawn(async move {
@@ -313,11 +313,11 @@ mod tests {
         let downgraded = get(&action, subject).await.unwrap().unwrap();
         let asked = server.await.unwrap();
         assert!(asked.starts_with("GET / HTTP/1.1\r\n") && !asked.contains("secret"), "{asked}");
-        let said = format!(
+        let expected = format!(
             "request to HTTPS lifecycle hook 127.0.0.1:{port} got HTTP response, retry with HTTP succeeded"
         );
-        assert_eq!(downgraded.to_string(), said);
-        // Nobody listens there any more.
+        assert_eq!(downgraded.to_string(), expected);
+        // The listener is closed.
         let error = get(&action, subject).await.unwrap_err();
         assert!(error.starts_with(&format!("GET https://127.0.0.1:{port}/: ")), "{error}");
     }
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn any_answer_to_a_request_will_do() {
+    async fn any_response_is_a_success() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let server = tokio::spawn(async move { answer(listener.accept().await.unwrap().0).await });
@@ -366,7 +366,7 @@ mod tests {
         let request = server.await.unwrap();
         assert!(request.starts_with("GET /stop?now HTTP/1.1\r\n"), "{request}");
         assert!(request.contains("x-a: b\r\n") && request.contains("kube-lifecycle/"), "{request}");
-        // Nobody listens there any more.
+        // The listener is closed.
         let error = get(&action, subject).await.unwrap_err();
         assert!(error.starts_with(&format!("GET http://127.0.0.1:{port}/stop?now: ")), "{error}");
         assert!(get(&action, Subject { pod_ip: None, ..subject }).await.is_err());

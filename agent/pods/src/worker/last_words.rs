@@ -1,5 +1,5 @@
-//! Records the last line of the log of a container that has ended badly, if its status has no message. Few
-//! applications write a termination message, and people ask first why a container crashed.
+//! Records the last log line of a container that ended with an error, if its status has no message. Few
+//! applications write a termination message, and the cause of a crash is the user's first question.
 
 use std::{path::Path, sync::Arc};
 
@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1 as core;
 /// Most bytes of the line.
 const MAX: usize = 1024;
 
-/// Records the last words of containers that have just ended. A container that the agent stopped has none.
+/// Records the last log lines of containers that have just ended, except those that the agent stopped.
 pub(super) async fn record(
     events: &Recorder,
     pod: &core::Pod,

@@ -1,5 +1,4 @@
-//! A pod's room on the node comes before its sandbox: a worker starts nothing before admission has let its
-//! pod in.
+//! Admission of a pod, which precedes its sandbox: a worker starts nothing before its pod is admitted.
 
 use std::sync::Arc;
 
@@ -10,7 +9,7 @@ use tokio::sync::watch;
 use super::control::Control;
 use crate::plan::PodPlan;
 
-/// Waits until admission lets the pod in. Returns false if it was refused.
+/// Waits until the pod is admitted. Returns false if admission refuses the pod.
 pub(super) async fn admitted(
     admission: &Admission,
     node: Option<&NodeView>,
@@ -35,8 +34,8 @@ pub(super) async fn admitted(
     }
 }
 
-/// Waits for room for the amounts that the pod has by then: the amounts of a waiting pod may change, and it
-/// keeps its place in the queue.
+/// Waits for admission of the pod's newest resource amounts. A waiting pod whose amounts change keeps its
+/// place in the queue.
 async fn queued(
     admission: &Admission,
     plan: &PodPlan,

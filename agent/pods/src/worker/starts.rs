@@ -1,6 +1,6 @@
-//! A worker's starts: a sandbox or a container is made once the pod has room and devices, and the objects
-//! that it refers to are known. A container that can't be started waits for its next try, and delays no
-//! other.
+//! Starts of sandboxes and containers, which require that the pod is admitted, has its devices, and that all
+//! objects it refers to are known. A container that cannot start waits for its next try and delays no other
+//! container.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,12 +33,13 @@ struct FailedStart {
     tries: u32,
     delay: Duration,
     retry_at: Instant,
-    /// A need of the container could not be met: another ConfigMap or Secret may be all that is missing.
+    /// The container's configuration failed. A change of a ConfigMap or Secret may resolve the failure.
     lacks: bool,
 }
 
 impl FailedStart {
-    /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.
+    /// Returns the waiting state. A failed pull that waits for its next try is a back-off, as under the
+    /// kubelet.
     fn waiting(&self) -> Waiting {
         let mut waiting = self.waiting.clone();
         if waiting.reason == "ErrImagePull" && self.tries > 1 {
@@ -53,14 +54,14 @@ pub(super) struct Starts {
     services: Arc<StartServices>,
     /// Failed tries, by container.
     failed: BTreeMap<String, FailedStart>,
-    /// Number of requests to try again at once that were answered.
+    /// Number of handled requests to retry immediately.
     retry_requests: u64,
-    /// Number of changes of objects that were answered.
+    /// Number of handled changes of objects.
     objects: u64,
-    /// Containers that were held back by a restart delay at the last look.
+    /// Containers that waited for a restart delay at the last observation.
     backing_off: BTreeSet<String>,
     devices: DeviceGrant,
-    /// Nothing new is made before the API server has answered for all objects that the pod refers to.
+    /// Nothing is created or started before the API server has answered for all objects of the pod.
     held_back: bool,
 }
 
@@ -77,8 +78,8 @@ impl Starts {
         }
     }
 
-    /// Answers requests to try again, and changes of objects. A change gives one try; the pauses between the
-    /// others stay as long as they have become.
+    /// Handles requests to retry, and changes of objects. A change allows one immediate try, and does not
+    /// reset the back-off.
     pub(super) fn answer(&mut self, control: &Control) {
         if std::mem::replace(&mut self.retry_requests, control.retry_requests) != control.retry_requests {
             self.failed.clear();
@@ -89,8 +90,8 @@ impl Starts {
         }
     }
 
-    /// Forgets the failed tries of containers that are not to be started any more, and records events of
-    /// containers that are held back from now on.
+    /// Forgets the failed tries of containers that need no start any more, and records events for containers
+    /// that enter back-off.
     pub(super) fn follow(&mut self, plan: &PodPlan, actions: &Actions) {
         self.failed.retain(|name, _| actions.start.iter().any(|start| start.name == *name));
         let (PodName { namespace, name: pod }, uid) = (&plan.name, &plan.uid);
@@ -103,35 +104,34 @@ impl Starts {
         self.backing_off = actions.backoff.keys().cloned().collect();
     }
 
-    /// Forgets the failed tries of containers for which this is true.
+    /// Forgets the failed tries of containers for which `is_meant` returns true.
     pub(super) fn forget(&mut self, is_meant: impl Fn(&str) -> bool) {
         self.failed.retain(|name, _| !is_meant(name));
     }
 
-    /// Returns true if a try has failed, and the container is still to be started.
+    /// Returns true if a failed try of a container is waiting for its retry.
     pub(super) fn any_failed(&self) -> bool {
         !self.failed.is_empty()
     }
 
-    /// Returns true if a container may be tried now.
+    /// Returns true if a container may be started now.
     pub(super) fn may_try(&self, name: &str) -> bool {
         self.failed.get(name).is_none_or(|failed| failed.retry_at <= Instant::now())
     }
 
-    /// Time of the next try. None while the pod waits for objects, or if no try failed.
+    /// Returns the time of the next try, or None while the pod waits for objects or if no try failed.
     pub(super) fn retry_at(&self) -> Option<Instant> {
         self.failed.values().map(|failed| failed.retry_at).min().filter(|_| !self.held_back)
     }
 
-    /// Decides whether the pod waits for objects that the API server has yet to answer for. None at the begin
-    /// of a step: a step that fails before this is known again waits for its pause, not for an answer that is
-    /// there.
+    /// Returns true if the pod has to wait for objects that the API server has not answered for yet. `plan`
+    /// is None at the beginning of a step: a step that fails before the check waits for its pause only.
     pub(super) fn hold_back(&mut self, plan: Option<&PodPlan>) -> bool {
         self.held_back = plan.is_some_and(|plan| self.services.pods.waits_for_objects(&plan.pod));
         self.held_back
     }
 
-    /// Waits until the pod's objects are known, or its devices have changed, if it waits for them.
+    /// Waits for the objects or devices that the pod waits for; forever if it waits for none.
     pub(super) async fn changed(&mut self, plan: &PodPlan) {
         let Self { services, devices, held_back, .. } = self;
         let answered = Box::pin(services.pods.objects_answered(&plan.pod));
@@ -141,7 +141,7 @@ impl Starts {
         }
     }
 
-    /// Waits until the pod has room on the node. Returns false if it was refused: its end is on its way.
+    /// Waits until the pod is admitted. Returns false if admission refuses the pod; the manager then ends it.
     pub(super) async fn has_room(
         &self,
         plan: &PodPlan,
@@ -155,12 +155,12 @@ impl Starts {
         room::admitted(&self.services.admission, node.as_deref(), plan, control).await
     }
 
-    /// The pod's devices.
+    /// Returns the pod's devices.
     pub(super) fn devices(&mut self) -> &mut DeviceGrant {
         &mut self.devices
     }
 
-    /// Reasons why containers wait, by name.
+    /// Returns the waiting states of containers, by name.
     pub(super) fn waiting(&self, plan: &PodPlan, actions: &Actions) -> BTreeMap<String, Waiting> {
         let (PodName { namespace, name: pod }, uid) = (&plan.name, &plan.uid);
         let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
@@ -175,10 +175,10 @@ impl Starts {
         waiting
     }
 
-    /// Makes the pod's sandbox, and records the result as an event. Returns the sandbox's identifier.
+    /// Creates the pod's sandbox, and records a failure as an event. Returns the sandbox's identifier.
     ///
     /// # Errors
-    /// A step failed.
+    /// A step of the creation fails.
     pub(super) async fn create_sandbox(
         &self,
         plan: &Arc<PodPlan>,
@@ -212,22 +212,22 @@ impl Starts {
         made
     }
 
-    /// Starts a container. A failure is recorded, and the container waits for its next try. Returns the
-    /// container's identifier.
+    /// Starts a container, and returns its identifier. After a failure, records it and returns None; the
+    /// container waits for its next try.
     pub(super) async fn start_container(
         &mut self,
         plan: &Arc<PodPlan>,
-        looked: (&SandboxDetail, &Observation),
+        observed: (&SandboxDetail, &Observation),
         start: &pod::Start,
         tasks: &BlockingTasks,
     ) -> Option<String> {
         let (name, attempt) = (&start.name, start.attempt);
-        info!(pod = %plan.name, container = name, attempt, "container is asked for");
+        info!(pod = %plan.name, container = name, attempt, "starting container");
         let span = trace_span!(
             target: TARGET, "container", otel.name = "startContainer", k8s.container.name = name,
             attempt,
         );
-        let started = self.services.containers.start(plan, looked, start, tasks).instrument(span).await;
+        let started = self.services.containers.start(plan, observed, start, tasks).instrument(span).await;
         self.services.reports.metrics.started.container(&plan.pod, name, &started);
         match started {
             Ok(id) => {
@@ -249,7 +249,7 @@ impl Starts {
         let delay = pod::start_pause(failure, same.map(|before| before.delay), chance());
         let tries = before.map_or(0, |before| before.tries) + 1;
         warn!(pod = %plan.name, container = name, reason = error.reason(), %error,
-            retry_in_seconds = delay.as_secs(), "container could not be started");
+            retry_in_seconds = delay.as_secs(), "cannot start container");
         let waiting = Waiting { reason: error.reason().to_owned(), message: error.to_string() };
         let message = format!("Error: {}: {}", waiting.reason, waiting.message);
         self.services.reports.events.warning(Object::container(&plan.pod, name), "Failed", message);
@@ -259,7 +259,7 @@ impl Starts {
     }
 }
 
-/// Reason and message of the event for a sandbox that could not be made.
+/// Returns the reason and message of the event for a failed creation of a sandbox.
 fn sandbox_failure(error: &Error, plan: &PodPlan) -> (&'static str, String) {
     let is_api = Origin::of(&plan.pod).is_api();
     match error {
@@ -277,7 +277,7 @@ fn sandbox_failure(error: &Error, plan: &PodPlan) -> (&'static str, String) {
     }
 }
 
-/// A duration of whole seconds as Go writes it, and so the kubelet: `10s`, `1m20s`, `5m0s`.
+/// Formats a duration of whole seconds like Go, and so like the kubelet: `10s`, `1m20s`, `5m0s`.
 fn in_go(duration: Duration) -> String {
     match (duration.as_secs() / 60, duration.as_secs() % 60) {
         (0, seconds) => format!("{seconds}s"),

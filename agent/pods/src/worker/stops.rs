@@ -1,5 +1,5 @@
-//! Stops of containers: preStop hooks, the order of sidecars, and one grace period that all of them share, as
-//! in the kubelet's killContainersWithSyncResult (KEP-753 for the order).
+//! Stops of containers: preStop hooks, the order of sidecars, and one grace period that all containers share,
+//! as in the kubelet's killContainersWithSyncResult (KEP-753 for the order).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -16,23 +16,23 @@ use crate::{error::Error, plan::PodPlan, runtime_view::Observation, services::St
 use beelet_model::pod::container_of;
 use beelet_state::events::Object;
 
-/// Shortest time that a container has to end by itself: the kubelet's minimumGracePeriodInSeconds.
+/// Shortest grace period of a container: the kubelet's minimumGracePeriodInSeconds.
 const MINIMUM: Duration = Duration::from_secs(2);
 
-/// Age at which a container gets its first signal, if its grace period is long enough for that. A process
-/// that has only begun does not listen to signals yet: the first process of a namespace loses them, and goes
-/// on until its grace period is over. A reader of the kubelet's status learns of a start about that late.
+/// Age at which a container may get its first signal, if its grace period allows the delay. A process that
+/// has just started has no signal handlers yet: the first process of a PID namespace ignores such signals,
+/// and runs until the end of its grace period. The kubelet's status shows a start with a similar delay.
 const CHILDHOOD: Duration = Duration::from_secs(1);
 
-/// Time for which a container in this state is left alone first.
+/// Returns the time until a container in this state may get its first signal.
 fn childhood_left(state: &pod::ContainerState, now: Timestamp) -> Duration {
     let pod::ContainerState::Running { started_at } = state else { return Duration::ZERO };
-    // The wall clock may have been set: an age below zero does not count.
+    // The wall clock may have been set back: a negative age is ignored.
     let age = Duration::try_from(now.duration_since(*started_at)).unwrap_or(CHILDHOOD);
     CHILDHOOD.saturating_sub(age)
 }
 
-/// The time in which a container or a sandbox must have ended.
+/// Time window in which a container or a sandbox must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
     began: Instant,
@@ -40,17 +40,17 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// A window that opens now.
+    /// Returns a window that opens now.
     pub(super) fn new(grace: Duration) -> Self {
         Self { began: Instant::now(), grace }
     }
 
-    /// Time that is left for a hook, or for others to end first.
+    /// Returns the remaining time for a hook, or for other containers to end first.
     fn left(self) -> Duration {
         self.grace.saturating_sub(self.began.elapsed())
     }
 
-    /// Time for the runtime to stop a container: whole seconds, less the whole seconds that have passed.
+    /// Returns the grace period for the runtime: the window less the whole seconds that have passed.
     fn for_runtime(self) -> Duration {
         let passed = Duration::from_secs(self.began.elapsed().as_secs());
         self.grace.saturating_sub(passed).max(MINIMUM)
@@ -61,7 +61,7 @@ impl Window {
 #[derive(Default)]
 struct Progress {
     ended: BTreeSet<String>,
-    /// A container could not be stopped. No other container waits for it, and the step is tried again.
+    /// A stop failed. Other containers do not wait for the failed one, and the worker retries the step.
     failed: bool,
 }
 
@@ -75,7 +75,7 @@ impl Stops {
         Self { services: Arc::clone(services) }
     }
 
-    /// Ends the containers in a sandbox, sidecars last and in reverse, then the sandbox itself.
+    /// Stops the containers of a sandbox, sidecars last and in reverse order, and then the sandbox.
     pub(super) async fn stop_sandbox(
         &self,
         plan: &PodPlan,
@@ -99,7 +99,7 @@ impl Stops {
         let alive: Vec<&pod::Container> =
             seen.pod.containers.iter().filter(|c| c.sandbox_id == id).filter(runs).collect();
         let inits = plan.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
-        // The container's place among the sidecars; None for all others, which end first.
+        // Position of a container among the sidecars; None for all other containers, which end first.
         let place =
             |c: &pod::Container| inits.iter().position(|init| pod::is_sidecar(init) && init.name == c.name);
         let progress = watch::Sender::new(Progress::default());
@@ -117,7 +117,7 @@ impl Stops {
         ignore_missing(self.services.runtime.stop_sandbox(id).await)
     }
 
-    /// Ends one container: its hook, then, once those `before` it have ended, its process.
+    /// Stops one container: runs its hook, waits for the containers in `before`, and then stops its process.
     async fn end_container(
         &self,
         plan: &PodPlan,
@@ -133,7 +133,7 @@ impl Stops {
         self.pre_stop(plan, (container, seen), window).await;
         let mut others = progress.subscribe();
         let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
-        // Without time left, the container ends together with those that it should have outlived.
+        // Once the window is over, the container ends together with those in `before`.
         if let Ok(Ok(p)) = tokio::time::timeout(window.left(), turn).await
             && p.failed
         {
@@ -148,7 +148,7 @@ impl Stops {
         stopped
     }
 
-    /// Ends containers that a probe or a hook condemned.
+    /// Stops containers that failed a probe or a hook, or that need a restart.
     pub(super) async fn kill(
         &self,
         plan: &PodPlan,
@@ -166,7 +166,7 @@ impl Stops {
         join_all(ends).await.into_iter().collect::<Result<(), Error>>().map_err(Error::of_kill)
     }
 
-    /// Runs a container's preStop hook, if it has one and there is time for it. A failure delays nothing.
+    /// Runs a container's preStop hook, if it has one and the window allows. A failure delays nothing.
     async fn pre_stop(
         &self,
         plan: &PodPlan,
@@ -179,7 +179,7 @@ impl Stops {
         if !runs || window.left().is_zero() {
             return;
         }
-        debug!(pod = %plan.name, container = container.name, "preStop hook runs");
+        debug!(pod = %plan.name, container = container.name, "running preStop hook");
         let ip = pod_ip(plan, seen);
         let subject = hooks::Subject { spec, id: &container.id, pod_ip: ip.as_deref() };
         if let Err(error) = self.run_hook(plan, handler, subject, Some(window.left())).await {
@@ -189,7 +189,8 @@ impl Stops {
         }
     }
 
-    /// Runs a container's postStart hook. Returns true if it succeeded; None if the container has no hook.
+    /// Runs a container's postStart hook. Returns true if the hook succeeded, or None if the container has
+    /// none.
     pub(super) async fn post_start(
         &self,
         plan: &PodPlan,
@@ -199,13 +200,13 @@ impl Stops {
     ) -> Option<bool> {
         let spec = container_of(&plan.pod, name)?;
         let handler = spec.lifecycle.as_ref()?.post_start.as_ref()?;
-        debug!(pod = %plan.name, container = name, "postStart hook runs");
+        debug!(pod = %plan.name, container = name, "running postStart hook");
         let ip = pod_ip(plan, seen);
         let subject = hooks::Subject { spec, id, pod_ip: ip.as_deref() };
         match self.run_hook(plan, handler, subject, None).await {
             Ok(()) => Some(true),
             Err(error) => {
-                warn!(pod = %plan.name, container = name, error, "postStart hook failed; the container is stopped");
+                warn!(pod = %plan.name, container = name, error, "postStart hook failed, stopping the container");
                 let (events, object) = self.events_of(plan, name);
                 events.warning(object, "FailedPostStartHook", format!("postStart hook failed: {error}"));
                 Some(false)
@@ -213,7 +214,7 @@ impl Stops {
         }
     }
 
-    /// Runs a hook. A hook that answers only by HTTP is counted, and has an event.
+    /// Runs a hook. Counts a downgrade from HTTPS to HTTP, and records an event for it.
     async fn run_hook(
         &self,
         plan: &PodPlan,
@@ -229,16 +230,16 @@ impl Stops {
         Ok(())
     }
 
-    /// The recorder for an event of a container, and the event's object.
+    /// Returns the recorder and the object for an event of a container.
     fn events_of(&self, plan: &PodPlan, container: &str) -> (&beelet_state::events::Recorder, Object) {
         (&self.services.reports.events, Object::container(&plan.pod, container))
     }
 }
 
-/// Grace period of a container: its failed probe's own, else the pod's.
+/// Returns the grace period of a container: that of its failed probe, else the pod's.
 fn grace(plan: &PodPlan, container: &str, reason: KillReason) -> Duration {
     if reason == KillReason::RestartAll {
-        // No hook, and the least time to end, as from the kubelet (`ContainersToReset` in its SyncPod).
+        // No hook and the minimum grace period, as in the kubelet (`ContainersToReset` in its SyncPod).
         return Duration::ZERO;
     }
     let probe = container_of(&plan.pod, container).and_then(|c| match reason {
@@ -255,11 +256,11 @@ fn grace(plan: &PodPlan, container: &str, reason: KillReason) -> Duration {
     own.map_or_else(|| plan.grace, bounds::grace)
 }
 
-/// The pod's primary address.
+/// Returns the pod's primary address.
 fn pod_ip(plan: &PodPlan, seen: &Observation) -> Option<String> {
     let sandbox = seen.sandbox.as_ref()?;
     let on_host = plan.pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
-    // On a machine without an address, as an empty host is in Go.
+    // A machine without an address uses the loopback address, like an empty host in Go.
     plan.ips(&sandbox.ips).into_iter().next().or_else(|| on_host.then(|| "127.0.0.1".to_owned()))
 }
 
@@ -276,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_is_left_alone_until_it_is_a_second_old() {
+    fn a_container_gets_no_signal_in_its_first_second() {
         let now = Timestamp::from_second(100).unwrap();
         let check = |started: i64, expected: u64| {
             let started_at = Timestamp::from_millisecond(started).unwrap();

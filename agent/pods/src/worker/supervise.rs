@@ -1,5 +1,5 @@
-//! A worker that panics hurts only its pod, and only for a moment: it is started again, and finds the pod as
-//! it is.
+//! Restarts a worker that panics. A panic affects only the worker's own pod; the new worker continues with
+//! the pod's current state.
 
 use std::{panic::AssertUnwindSafe, time::Duration};
 
@@ -7,27 +7,28 @@ use futures::FutureExt;
 use tokio::time::{Instant, sleep};
 use tracing::error;
 
-/// The pause before the first new start; it doubles up to [`PAUSE_MAX`].
+/// Pause before the first restart. Each further panic doubles the pause, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause, and how long one must have run for its panics to be forgotten.
+/// Longest pause, and run time of a worker after which the pause starts from [`PAUSE`] again.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// Runs what `start` makes until one ends by itself. `what` names it in the log.
-pub(super) async fn keep<F: Future<Output = ()>>(what: &str, mut start: impl FnMut() -> F) {
+/// Runs the worker that `start` returns, and restarts it after a panic, until a worker ends. `pod` is the
+/// pod's name in the log.
+pub(super) async fn keep<F: Future<Output = ()>>(pod: &str, mut start: impl FnMut() -> F) {
     let mut pause = PAUSE;
     loop {
         let began = Instant::now();
         let Err(panic) = AssertUnwindSafe(start()).catch_unwind().await else { return };
-        let said = panic.downcast_ref::<&str>().copied().map(str::to_owned);
-        let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let message = panic.downcast_ref::<&str>().copied().map(str::to_owned);
+        let message = message.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         if began.elapsed() >= PAUSE_MAX {
             pause = PAUSE;
         }
         error!(
-            pod = what,
-            said,
+            pod,
+            panic = message,
             restart_in_seconds = pause.as_secs(),
-            "a pod's worker panicked; this is a bug, please report it with the lines before"
+            "pod worker panicked; this is a bug, please report it with the preceding log lines"
         );
         sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn what_panics_is_started_again_until_it_ends() {
+    async fn a_panicking_worker_is_restarted_until_it_ends() {
         let starts = AtomicUsize::new(0);
         let began = Instant::now();
         keep("default/web", || async {

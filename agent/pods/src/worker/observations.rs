@@ -1,5 +1,5 @@
-//! A worker's looks at its pod: when the runtime is asked again, and when the last answer, or a list that the
-//! runtime gave to another part, still stands.
+//! A worker's observations of its pod: decides when to query the runtime again, and when the last response,
+//! or a list that another part received from the runtime, is still valid.
 
 use std::sync::Arc;
 
@@ -11,21 +11,21 @@ use super::{container_ends::ContainerEnds, control::Control};
 use crate::{
     error::Error,
     runtime_view::{self, Foreknown, Made, Observation, Observer},
-    services::LookServices,
+    services::ObservationServices,
 };
 use beelet_model::request::Listed;
 use beelet_units::moment::Moment;
 
-/// Looks at one pod, and the facts that they leave.
-pub(super) struct Looks {
-    services: Arc<LookServices>,
+/// Observations of one pod, and the facts derived from them.
+pub(super) struct Observations {
+    services: Arc<ObservationServices>,
     observer: Observer,
-    /// The last look, if the worker did nothing since, and the number of changes that were known then.
+    /// The last observation, if the worker has not acted since, with the number of changes known then.
     last: Option<(Arc<Observation>, u64)>,
-    /// The last actions, and the state that they were decided on.
+    /// The state that led to the last actions, and these actions.
     last_done: Option<(pod::Observed, Actions)>,
     expected: Option<Expected>,
-    /// Time of the last action, or of a list that was taken over: earlier lists don't show it.
+    /// Time of the last action or of the last list from another part. Earlier lists are outdated.
     changed_at: Instant,
     ends: ContainerEnds,
 }
@@ -33,15 +33,15 @@ pub(super) struct Looks {
 /// The runtime's list after the last actions.
 struct Expected {
     listed: Listed,
-    /// Number of changes that were known before.
+    /// Number of changes known before the actions.
     changes: u64,
-    /// A container ran then.
+    /// A container was running before the actions.
     runs: bool,
 }
 
-impl Looks {
-    /// Looks at the pod of this UID.
-    pub(super) fn new(services: &Arc<LookServices>, uid: String, known: Foreknown) -> Self {
+impl Observations {
+    /// Returns an observer of the pod with this UID.
+    pub(super) fn new(services: &Arc<ObservationServices>, uid: String, known: Foreknown) -> Self {
         Self {
             services: Arc::clone(services),
             observer: Observer::new(services.runtime.clone(), uid, known),
@@ -53,18 +53,19 @@ impl Looks {
         }
     }
 
-    /// Looks at the pod. If the worker did nothing since the last look, and the runtime has reported only the
-    /// ends of containers, the runtime is not asked again: it goes through all its pods for each list.
+    /// Observes the pod. If the worker has not acted since the last observation, and the runtime has reported
+    /// only ended containers, the runtime is not queried again: a runtime iterates over all pods for each
+    /// list.
     ///
     /// # Errors
-    /// The runtime gives no answer.
+    /// The query to the runtime fails.
     pub(super) async fn observe(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
         let last = self.last.take().filter(|(_, changes)| *changes == control.changes);
         let seen = match last {
             Some((last, _)) => last,
             None => self.list(control).await?,
         };
-        // The runtime's status of an end is newer than any list from before it.
+        // The runtime's status of an ended container is newer than any list from before the end.
         let ended = control.exited.values().filter(|status| seen.is_running(&status.id));
         let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
         if ended.is_empty() {
@@ -78,7 +79,7 @@ impl Looks {
     }
 
     async fn list(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
-        // A container that ran beside the new ones may have ended meanwhile.
+        // An older container may have ended since the new containers were started.
         let expected = self.expected.take().filter(|e| !e.runs || e.changes == control.changes);
         if let Some(expected) = expected {
             self.observer.expect(expected.listed);
@@ -90,25 +91,25 @@ impl Looks {
         Ok(Arc::new(self.services.calls.observe(self.observer.observe()).await?))
     }
 
-    /// Asks the runtime for a pod that ends. Earlier lists don't show the actions until now.
+    /// Queries the runtime for a terminating pod. Earlier lists may lack the latest actions.
     ///
     /// # Errors
-    /// The runtime gives no answer.
+    /// The query to the runtime fails.
     pub(super) async fn observe_at_end(&mut self) -> Result<Arc<Observation>, Error> {
         self.changed_at = Instant::now();
         (self.last, self.expected) = (None, None);
         Ok(Arc::new(self.services.calls.observe(self.observer.observe()).await?))
     }
 
-    /// Asks the runtime for the last states of containers that were just stopped.
+    /// Queries the runtime for the last states of containers that were just stopped.
     ///
     /// # Errors
-    /// The runtime gives no answer.
+    /// The query to the runtime fails.
     pub(super) async fn last_states(&mut self) -> Result<Arc<Observation>, Error> {
         Ok(Arc::new(self.observer.observe().await?))
     }
 
-    /// Decides the next actions of a pod by a look at it.
+    /// Decides the next actions for an observed pod.
     pub(super) fn decide(
         &mut self,
         pod: &k8s_openapi::api::core::v1::Pod,
@@ -120,38 +121,36 @@ impl Looks {
         pod::actions(pod, &seen.pod, verdicts, self.services.max_restart_delay, times)
     }
 
-    /// The time of a moment, on the clock of timers.
+    /// Converts a moment to a timer's instant.
     pub(super) fn instant(&self, at: Moment) -> Instant {
         self.ends.instant(at)
     }
 
-    /// Notes that the worker does nothing until a change.
+    /// Records that the worker is idle until the next change.
     pub(super) fn record_idle(&mut self, seen: &Arc<Observation>, control: &Control) {
         self.last = Some((Arc::clone(seen), control.changes));
     }
 
-    /// Refuses actions that were just done in the same state: the runtime would be asked without end.
-    /// Containers are started again all the same, after their delays.
+    /// Rejects actions that were just executed in the same state, to prevent an endless loop of calls to the
+    /// runtime. Starts of containers may repeat, after their delays.
     ///
     /// # Errors
-    /// The last actions can't be seen yet.
+    /// The runtime does not show the last actions yet.
     pub(super) fn check_progress(&mut self, seen: &Observation, actions: &Actions) -> Result<(), Error> {
         let is_same = |(state, done): (pod::Observed, Actions)| state == seen.pod && done == *actions;
         if self.last_done.take().is_some_and(is_same) && count(actions) > actions.start.len() {
-            return Err(Error::Unseen(
-                "what the runtime was asked to do, and said it did, can't be seen yet",
-            ));
+            return Err(Error::Unseen("the runtime does not show the result of the last actions yet"));
         }
         Ok(())
     }
 
-    /// Notes the time of actions, which earlier lists don't show.
+    /// Records the time of actions, which earlier lists do not show.
     pub(super) fn record_actions(&mut self) {
         self.changed_at = Instant::now();
     }
 
-    /// Notes the actions that were done, and the list that the runtime would give now if they are known to
-    /// have only made new containers.
+    /// Records the executed actions and, if they only created containers, the list that the runtime would
+    /// return now.
     pub(super) fn record_done(
         &mut self,
         seen: &Observation,
@@ -166,7 +165,7 @@ impl Looks {
         self.last_done = Some((seen.pod.clone(), actions));
     }
 
-    /// Forgets the last actions of a pod that has ended.
+    /// Clears the last actions of a pod that has ended.
     pub(super) fn forget_actions(&mut self) {
         self.last_done = None;
     }
