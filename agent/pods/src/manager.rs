@@ -1,8 +1,8 @@
-//! Keeps one worker for each pod that should be here or still is, and publishes the [`PodTable`].
+//! Keeps one worker for each pod that is desired or still present, and publishes the [`PodTable`].
 //!
-//! One task owns everything: desired pods, relists, probe results and worker reports come in, control values
-//! and the table go out. No step waits for the runtime. The changes of one turn of the loop are published at
-//! its end.
+//! A single task owns all state: it receives desired pods, relists, probe results and worker reports, and
+//! sends control values and the table. No step waits for the runtime. The manager publishes the changes of
+//! one turn of its loop at the end of the turn.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -53,32 +53,32 @@ use self::{
     totals::Totals,
 };
 
-/// Reports under way from workers. A worker waits while the manager is behind by this many.
+/// Capacity of the channel of worker reports. A worker waits while the channel is full.
 const REPORTS: usize = 256;
-/// Reports, and requests, that are handled in one turn. Their changes are published once: each publication
-/// costs as much as there are pods, and a storm brings several of each.
+/// Most reports, and most requests, per turn. Their changes are published once: the cost of a publication
+/// grows with the number of pods, and a burst brings many reports and requests.
 const PER_TURN: usize = 64;
 
-/// The parts of the node that the manager needs.
+/// Dependencies of the manager.
 #[derive(Debug)]
 pub struct Parts {
-    /// Parts of the node that pods run with.
+    /// Dependencies of the workers.
     pub deps: Deps,
-    /// The runtime's name, as container identifiers in a status carry it.
+    /// The runtime's name, the prefix of container identifiers in a status.
     pub runtime_name: String,
     /// The desired pods.
     pub desired: watch::Receiver<Arc<Desired>>,
     /// Requests of other parts.
     pub requests: mpsc::Receiver<Request>,
-    /// The table that everyone reads.
+    /// The published pod table.
     pub table: watch::Sender<Arc<PodTable>>,
     /// The first processes of containers, for the parts that follow exits.
     pub processes: watch::Sender<processes::Shared>,
-    /// Records of pods, from before a restart and for the next one.
+    /// Records of pods, which survive restarts of the agent.
     pub records: Records,
     /// The pods that may hold devices.
     pub active: watch::Sender<Active>,
-    /// The pods go when the agent ends.
+    /// The manager terminates all pods when the agent ends.
     pub stop_pods_on_exit: bool,
     /// Set once the table has all running pods.
     pub complete: Complete,
@@ -94,30 +94,30 @@ pub struct Manager {
     /// Services of the workers.
     services: Arc<Services>,
     pods: Pods,
-    /// The pods in the runtime at the last relist, and at first the pods in the records of an earlier
-    /// instance: a pod that the runtime has forgotten may have left folders and cgroups. `None` before the
-    /// first relist.
+    /// The pods in the runtime at the last relist. After the first relist also the pods in an earlier agent's
+    /// records: a pod unknown to the runtime may have left folders and cgroups. `None` before the first
+    /// relist.
     runtime: Option<Arc<BTreeMap<String, RuntimePod>>>,
-    /// UIDs of the pods that the runtime itself named at the last relist.
+    /// UIDs of the pods in the runtime at the last relist, without those from records.
     present: BTreeSet<String>,
     /// Objects that pods refer to, as of their workers' last notification.
     objects: Arc<Objects>,
-    /// The runtime's lists of pods that no worker has looked at yet, until the next relist.
+    /// The runtime's lists of pods without an observation, until the next relist.
     listed: BTreeMap<String, Listed>,
-    /// Pods that are gone, and since when: a relist that began before may still name them.
+    /// Removed pods with the times of their removal: a relist that began earlier may still have them.
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<WorkerReport>,
     reports_out: mpsc::Sender<WorkerReport>,
     devices: DeviceNews,
-    /// Changes when room was given back that a pod may wait for.
+    /// Changes when a pod releases resources that another pod may wait for.
     room: watch::Receiver<u64>,
-    /// Pods that have gone in this turn, by UID, and the restart counts with which their containers begin
-    /// should they come back at once.
+    /// Pods removed in this turn, by UID, with the initial restart counts of their containers in case the
+    /// pods start again in this turn.
     left: BTreeMap<String, Arc<BTreeMap<String, u32>>>,
 }
 
 impl Manager {
-    /// A manager that has started nothing yet.
+    /// Returns a manager without workers.
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let Parts { deps, runtime_name, desired, requests, table, processes, records, active, .. } = parts;
@@ -152,7 +152,7 @@ impl Manager {
         }
     }
 
-    /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
+    /// Runs until `shutdown`. Then pods keep running, unless `stop_pods_on_exit` is set.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let mut stopping = false;
@@ -178,7 +178,7 @@ impl Manager {
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.requests.recv() => self.on_requests(request, stopping),
                     pods = self.devices.changed() => active::on_devices(&mut self.pods, pods),
-                    // The manager keeps admission, and so the sender.
+                    // The manager owns admission, which owns the sender.
                     _ = self.room.changed() => self.pods.due.resizes = true,
                     () = until(deadline), if !stopping => failing::fail_overdue(&mut self.pods),
                 }
@@ -201,13 +201,13 @@ impl Manager {
         })
     }
 
-    /// Publishes the pods that may hold devices, if those in the runtime and the desired ones are known.
+    /// Publishes the pods that may hold devices, if the pods in the runtime and the desired pods are known.
     fn publish_active(&mut self) {
         let known = self.runtime.as_deref().filter(|_| !self.desired.borrow().is_incomplete());
         self.pods.publish_active(known);
     }
 
-    /// Publishes once that every pod was looked at.
+    /// Sets `complete` once every pod has a status or is terminating.
     fn publish_complete(&self) {
         let is_known = |managed: &Managed| managed.record.status.is_some() || managed.terminating();
         if self.desired.borrow().api_unread {
@@ -221,7 +221,7 @@ impl Manager {
     }
 }
 
-/// Waits until a time, or for ever.
+/// Waits until a time, or forever.
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,

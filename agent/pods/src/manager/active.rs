@@ -14,7 +14,7 @@ use crate::deps::DeviceDeps;
 pub(super) struct DeviceNews {
     /// Devices of plugins.
     node: watch::Receiver<Arc<NodeDevices>>,
-    /// Number of the last change of their health.
+    /// Number of the last change of the health of plugins' devices.
     health: u64,
     /// Devices of claims.
     claimed: Dra,
@@ -25,8 +25,8 @@ impl DeviceNews {
         Self { node: devices.plugins.node(), health: 0, claimed: devices.claims.clone() }
     }
 
-    /// Waits until devices have become healthy or unhealthy; the pods that have them by claims, or none where
-    /// it is those that plugins gave.
+    /// Waits until the health of devices changes. Returns the pods that hold the devices by claims, or None
+    /// for devices of plugins.
     pub(super) async fn changed(&mut self) -> Option<BTreeSet<String>> {
         loop {
             tokio::select! {
@@ -42,8 +42,8 @@ impl DeviceNews {
     }
 }
 
-/// Publishes the statuses of the pods whose devices have become healthy or unhealthy: these pods, or without
-/// them all that hold devices of plugins.
+/// Publishes the statuses of pods after a change of the health of their devices: of the `changed` pods, or if
+/// None, of all pods that hold devices of plugins.
 pub(super) fn on_devices(pods: &mut Pods, changed: Option<BTreeSet<String>>) {
     let holders = || pods.deps.devices.plugins.holders().into_iter().collect();
     for uid in changed.unwrap_or_else(holders) {

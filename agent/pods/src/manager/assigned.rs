@@ -1,6 +1,6 @@
-//! Pods that the API server assigns to the node. They are known by their UID, may change while they run, and
-//! are deleted in two steps: the API server says until when a pod may take to end, and forgets it once it is
-//! told that nothing is left.
+//! Pods that the API server assigns to the node. Such pods are identified by UID, may change while they run,
+//! and are deleted in two steps: the API server sets a pod's deletion timestamp and grace period, and removes
+//! the object once the agent confirms that the pod is removed.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use super::{deletion::Deletion, failing, managed::Managed, pods::Pods, resizing}
 use crate::worker::Terminate;
 use beelet_model::{failure::PodFailure, pod::grace_period, status::has_ended};
 
-/// Follows the API server's wish for a pod that is here.
+/// Applies the API server's version of a pod that has a worker.
 pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod>) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     let is_known = managed.assigned.as_ref().is_some_and(|known| Arc::ptr_eq(known, wanted));
-    // A dropped pod goes, whatever the API server wants now.
+    // The termination of a dropped pod continues, regardless of the API server's version.
     if managed.is_dropped() || is_known {
         return;
     }
@@ -25,7 +25,7 @@ pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod
     match managed.deletion {
         Some(deletion) => {
             if known != managed.deletion {
-                info!(pod = %managed.name, uid, grace_seconds = deletion.grace.as_secs(), "pod is deleted");
+                info!(pod = %managed.name, uid, grace_seconds = deletion.grace.as_secs(), "terminating pod (deleted from the API server)");
                 pods.deps.admission.leaving(uid, deletion.grace);
             }
         }
@@ -33,7 +33,7 @@ pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod
     }
     let ended = wanted.status.as_ref().filter(|status| has_ended(Some(status)));
     if let Some(status) = ended.filter(|_| managed.record.failure.is_none() && !managed.is_over()) {
-        // Another client has ended the pod in the API server: no controller counts on it any more.
+        // Another client has set a final phase in the API server: no controller expects the pod to run.
         let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
         let reason = text(&status.reason, "Terminated");
         let message = text(&status.message, "The API server says that the pod has ended");
@@ -42,7 +42,7 @@ pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod
     pods.publish(uid);
 }
 
-/// Begins the deletion that `wanted` asks for, if it does, or hastens it.
+/// Begins the deletion that `wanted` requests, if any, or shortens its grace period.
 fn delete(managed: &mut Managed, wanted: &Arc<core::Pod>) {
     let Some(asked) = Deletion::of(wanted) else { return };
     let (stopped, cleared) = (managed.has_stopped(), managed.is_cleared());

@@ -1,5 +1,5 @@
-//! Ephemeral containers of static pods (KEP-277): a manifest may not have them, and a person adds them to
-//! look into a pod. They stay with the pod, over restarts of the agent too, and go with it.
+//! Ephemeral containers of static pods (KEP-277). A manifest may not have ephemeral containers; a user adds
+//! them to debug a pod. Ephemeral containers survive restarts of the agent, and are removed with their pod.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use tracing::info;
 
 use super::pods::Pods;
 
-/// A static pod with ephemeral containers.
+/// Returns a static pod with these ephemeral containers added.
 pub(super) fn with_debuggers(
     mut pod: Arc<core::Pod>,
     debuggers: &[core::EphemeralContainer],
@@ -27,7 +27,7 @@ pub(super) fn debug(pods: &mut Pods, uid: &str, container: core::EphemeralContai
     if managed.origin().is_api() || managed.terminating() || managed.record.failure.is_some() || known {
         return;
     }
-    info!(pod = %managed.name, uid, container = container.name, "an ephemeral container is added on request");
+    info!(pod = %managed.name, uid, container = container.name, "adding ephemeral container on request");
     managed.record.debuggers.push(container);
     managed.pod = with_debuggers(Arc::clone(&managed.pod), &managed.record.debuggers);
     let pod = Arc::clone(&managed.pod);

@@ -1,4 +1,4 @@
-//! Deletion of static pods by a person, and the pods that wait for their names.
+//! Deletion of static pods by a user, and the pods that wait for their names.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::{records::Leaving, worker::Terminate};
 use beelet_model::{desired::Desired, origin::Origin, status::whole_second};
 use beelet_state::events::Object;
 
-/// The reason of the event of a pod that waits until one that was deleted by force is gone.
+/// Reason of the event for a pod that waits for the removal of a force-deleted pod.
 const WAITS: &str = "WaitsForDeletedPod";
 
 /// See [`beelet_model::request::Request::Delete`].
@@ -21,7 +21,7 @@ pub(super) fn delete(pods: &mut Pods, uid: &str, grace: Option<Duration>, force:
     let uid = &pods.known_as(uid);
     let Some(managed) = pods.static_pod(uid) else { return };
     if force {
-        info!(pod = %managed.name, uid, "pod is deleted by force; people see it no more while what is left of it ends");
+        info!(pod = %managed.name, uid, "force-deleting pod; it is hidden while it terminates");
         managed.record.abandoned = true;
     }
     if managed.is_dropped() {
@@ -40,17 +40,17 @@ pub(super) fn terminate_on_request(pods: &mut Pods, uid: &str) {
     let Some(managed) = pods.static_pod(uid) else { return };
     managed.record.leaving.get_or_insert_default().on_request = true;
     pods.publish(uid);
-    // Its manifest may be there again.
+    // The pod's manifest may have been restored.
     pods.due.reconcile = true;
 }
 
-/// Terminates a pod: once nothing is left of it, it is forgotten.
+/// Terminates a pod. The manager forgets the pod after its removal.
 pub(super) fn terminate(pods: &mut Pods, uid: &str) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if managed.is_dropped() {
         return;
     }
-    info!(pod = %managed.name, uid, "pod is terminated");
+    info!(pod = %managed.name, uid, "terminating pod");
     let asked = managed.asked_grace;
     managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: asked }));
     if !managed.origin().is_api() {
@@ -62,7 +62,7 @@ pub(super) fn terminate(pods: &mut Pods, uid: &str) {
     pods.publish(uid);
 }
 
-/// Ends a pod that is terminated sooner, if `grace` is shorter than what it was given.
+/// Shortens the grace period of a terminating pod to `grace`, if `grace` is shorter.
 fn hasten(pods: &mut Pods, uid: &str, grace: Option<Duration>) {
     let (Some(managed), Some(grace)) = (pods.by_uid.get_mut(uid), grace) else { return };
     let own = beelet_model::pod::grace_period(&managed.pod);
@@ -70,14 +70,15 @@ fn hasten(pods: &mut Pods, uid: &str, grace: Option<Duration>) {
     if grace >= given {
         return;
     }
-    info!(pod = %managed.name, uid, grace_seconds = grace.as_secs(), "the end of a pod is hastened");
+    info!(pod = %managed.name, uid, grace_seconds = grace.as_secs(), "shortening the grace period of a terminating pod");
     managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: Some(grace) }));
     managed.record.leaving.get_or_insert_default().grace = Some(grace);
     mark_deleted(managed, grace);
     pods.deps.admission.leaving(uid, grace);
 }
 
-/// Shows, in the place of each pod that was deleted by force, the pod of its name that waits for it.
+/// Publishes, in place of each force-deleted pod, the desired pod of the same name that waits for its
+/// removal.
 pub(super) fn publish_successors(pods: &mut Pods, desired: &Desired) {
     let mut changed = Vec::new();
     for (uid, managed) in pods.by_uid.iter_mut().filter(|(_, managed)| managed.record.abandoned) {
@@ -87,7 +88,7 @@ pub(super) fn publish_successors(pods: &mut Pods, desired: &Desired) {
             continue;
         }
         if let Some(pod) = wanted {
-            let message = "the pod waits: the pod of this name that was deleted by force has not ended yet";
+            let message = "waiting for the force-deleted pod of the same name to end";
             pods.deps.reports.events.warning(Object::pod(pod), WAITS, message.to_owned());
         }
         managed.successor = wanted.map(|pod| Successor::new(Arc::clone(pod), uid));
@@ -96,7 +97,7 @@ pub(super) fn publish_successors(pods: &mut Pods, desired: &Desired) {
     changed.iter().for_each(|uid| pods.publish(uid));
 }
 
-/// Marks the pod's metadata as deleted, with the time that the pod has to end from now on.
+/// Sets the deletion timestamp and grace period in the pod's metadata, with the grace period starting now.
 fn mark_deleted(managed: &mut Managed, grace: Duration) {
     let deadline = Timestamp::now().after(grace);
     let metadata = &mut Arc::make_mut(&mut managed.pod).metadata;

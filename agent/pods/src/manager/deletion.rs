@@ -1,4 +1,4 @@
-//! The deletion of a pod, and the pod that waits for it.
+//! The deletion of a pod, and the pod that waits for the deletion.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,19 +6,19 @@ use beelet_model::{labels::ANNOTATION_WAITS_FOR, pod::grace_period, table::PodEn
 use beelet_units::bounds;
 use k8s_openapi::api::core::v1 as core;
 
-/// The deletion of a pod whose object is still there.
+/// The deletion of a pod whose object still exists in the API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Deletion {
-    /// Time that its containers have to end by themselves.
+    /// Grace period of the pod's containers.
     pub(super) grace: Duration,
-    /// None of its containers runs any more.
+    /// All containers of the pod have stopped.
     pub(super) stopped: bool,
-    /// Only its logs are left.
+    /// The pod is removed except for its logs.
     pub(super) cleared: bool,
 }
 
 impl Deletion {
-    /// The deletion that the API server asks for, if it does.
+    /// Returns the deletion that the API server requests, if any.
     pub(super) fn of(pod: &core::Pod) -> Option<Self> {
         pod.metadata.deletion_timestamp.as_ref()?;
         let seconds = pod.metadata.deletion_grace_period_seconds;
@@ -27,17 +27,17 @@ impl Deletion {
     }
 }
 
-/// The pod that waits until one that was deleted by force is gone.
+/// The pod that waits for the removal of a force-deleted pod of the same name.
 #[derive(Debug)]
 pub(super) struct Successor {
-    /// The pod as it is desired.
+    /// The desired pod.
     pub(super) pod: Arc<core::Pod>,
-    /// The pod as it is shown.
+    /// The published entry of the pod.
     pub(super) entry: Arc<PodEntry>,
 }
 
 impl Successor {
-    /// The pod that waits for the one of the UID `before`.
+    /// Returns the successor of the force-deleted pod with the UID `before`.
     pub(super) fn new(pod: Arc<core::Pod>, before: &str) -> Self {
         let mut shown = (*pod).clone();
         let annotations = shown.metadata.annotations.get_or_insert_default();
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_api_server_says_how_long_a_deleted_pod_gets() {
+    fn the_api_server_sets_the_grace_period_of_a_deleted_pod() {
         let check = |metadata: serde_json::Value, expected: Option<u64>| {
             let spec = json!({"terminationGracePeriodSeconds": 7, "containers": []});
             let pod: core::Pod = serde_json::from_value(json!({"metadata": metadata, "spec": spec})).unwrap();

@@ -1,4 +1,4 @@
-//! Containers that end, also by OOM kills, with the events of these.
+//! Ended containers and OOM kills, with events for OOM kills.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,16 +15,15 @@ use beelet_model::request::OomUpdate;
 use beelet_model::{pod::container_of, status::OomFacts};
 use beelet_state::events::{Object, Recorder};
 
-/// The reason of the event, as others call it who read the kernel's log.
+/// Reason of the event, the same as in tools that read the kernel's log.
 const OOM_KILLING: &str = "OOMKilling";
-/// Shortest time between two events of a container's kills: a container that starts killed children again and
-/// again would flood the log.
+/// Shortest time between two events for OOM kills in a container: a container that keeps restarting killed
+/// children would flood the log.
 const OOM_PAUSE: Duration = Duration::from_secs(60);
-/// Kills within this are of one want of memory: the first is the process that the kernel chose, and it takes
-/// others along.
+/// Kills within this time have the same cause: the kernel chose the first process, and killed others with it.
 const OOM_AT_ONCE: Duration = Duration::from_secs(1);
 
-/// See [`beelet_model::request::Request::Exited`]. An end that the worker has seen already changes nothing.
+/// See [`beelet_model::request::Request::Exited`]. Ignores an end that the worker has already observed.
 pub(super) fn on_exited(pods: &mut Pods, uid: &str, status: cri::ContainerStatus) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     let awaited = managed.seen.as_ref().is_some_and(|seen| seen.is_running(&status.id));
@@ -44,8 +43,8 @@ pub(super) fn on_oom_killed(pods: &mut Pods, update: OomUpdate) {
     }
 }
 
-/// Keeps the process that was killed (of several at once the largest). Returns true if the kill has an event.
-/// An event follows only [`OOM_PAUSE`] after the last one.
+/// Records the killed process (the largest of several at once). Returns true if the kill has an event. The
+/// shortest time between two events is [`OOM_PAUSE`].
 fn follow_oom_kill(managed: &mut Managed, update: OomUpdate, events: &Recorder) -> bool {
     let OomUpdate { id, facts, .. } = update;
     let now = Instant::now();
@@ -70,18 +69,19 @@ fn follow_oom_kill(managed: &mut Managed, update: OomUpdate, events: &Recorder) 
     records
 }
 
-/// Records the event of one process, and of `others` before it.
+/// Records the event for a killed process, with the number of `others` killed since the last event.
 fn record_oom(managed: &Managed, id: &str, facts: &OomFacts, others: u32, events: &Recorder) {
     let (container, limit) = container_with_limit(managed, id);
     let mut sentence = facts.sentence(limit.as_deref());
     if others > 0 {
-        sentence += &format!("; it killed {others} more in this container since that was last told");
+        sentence += &format!("; {others} more kills in this container since the last event");
     }
     warn!(pod = %managed.name, container, "{sentence}");
     events.warning(Object::container(&managed.pod, &container), OOM_KILLING, sentence);
 }
 
-/// Records events of OOM kills that only the runtime reports: the kernel's programs don't run everywhere.
+/// Records events for OOM kills that only the runtime reports, because BPF programs are not available on
+/// every node.
 pub(super) fn record_unseen_oom(managed: &Managed, seen: &Observation, events: &Recorder) {
     let Some(before) = &managed.seen else { return };
     let killed = seen.containers.values().filter(|status| {
@@ -92,13 +92,13 @@ pub(super) fn record_unseen_oom(managed: &Managed, seen: &Observation, events: &
     for status in killed {
         let (container, limit) = container_with_limit(managed, &status.id);
         let limit = limit.map(|limit| format!("; its memory limit is {limit}")).unwrap_or_default();
-        let sentence = format!("the kernel killed the container for want of memory, the runtime says{limit}");
+        let sentence = format!("the runtime reports that the container was OOM-killed{limit}");
         warn!(pod = %managed.name, container, "{sentence}");
         events.warning(Object::container(&managed.pod, &container), OOM_KILLING, sentence);
     }
 }
 
-/// The name and the memory limit of a container of which the runtime's identifier is known.
+/// Returns the name and the memory limit of the container with this runtime identifier.
 fn container_with_limit(managed: &Managed, id: &str) -> (String, Option<String>) {
     let of_id = |c: &&beelet_policy::pod::Container| c.id == id;
     let name = managed.seen.as_ref().and_then(|seen| seen.pod.containers.iter().find(of_id));

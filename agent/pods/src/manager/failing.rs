@@ -1,4 +1,4 @@
-//! Pods that are ended for good, and let run again.
+//! Permanent ends of pods by a failure, and retries of failed pods.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use beelet_state::events::Object;
 pub(super) fn fail(pods: &mut Pods, uid: &str, failure: &PodFailure) {
     let uid = &pods.known_as(uid);
     let Some(managed) = pods.by_uid.get_mut(uid) else {
-        debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
+        debug!(uid, reason = failure.reason, "ignoring failure of a removed pod");
         return;
     };
     let own = beelet_model::pod::grace_period(&managed.pod);
@@ -30,20 +30,20 @@ pub(super) fn fail(pods: &mut Pods, uid: &str, failure: &PodFailure) {
         known.hasten(failure.grace, own);
         known.grace
     } else if managed.is_over() {
-        debug!(pod = %managed.name, reason = failure.reason, "a pod that was to be ended has ended by itself");
+        debug!(pod = %managed.name, reason = failure.reason, "ignoring failure of a pod that has ended");
         return;
     } else if managed.terminating() {
-        // The pod goes anyway: only the shorter grace period is new.
+        // The pod is terminating already: only a shorter grace period has an effect.
         failure.grace.filter(|grace| *grace < own)
     } else {
         let PodFailure { reason, message, .. } = failure;
-        warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
+        warn!(pod = %managed.name, uid, reason, "ending pod permanently: {message}");
         pods.deps.reports.events.warning(Object::pod(&managed.pod), reason, message.clone());
         managed.record.failure = Some(failure.clone());
         failure.grace
     };
     managed.retry = false;
-    // A deletion under way may be in more haste.
+    // A deletion in progress may have a shorter grace period.
     let grace = match &managed.deletion {
         Some(deletion) => Some(grace.unwrap_or(own).min(deletion.grace)),
         None => grace,
@@ -64,9 +64,9 @@ pub(super) fn retry(pods: &mut Pods, uid: &str) {
         }
         None => return,
     }
-    info!(pod = %managed.name, uid, "pod may run again");
+    info!(pod = %managed.name, uid, "restarting failed pod on request");
     (managed.record.failure, managed.retry) = (None, false);
-    // As if it were new: with a start time and conditions of its own.
+    // The pod starts like a new one, with a new start time and new conditions.
     (managed.record.status, managed.seen, managed.record.edge) = (None, None, None);
     managed.waiting.clear();
     managed.record.probes.clear();
@@ -98,10 +98,10 @@ pub(super) fn restart(pods: &mut Pods, uid: &str, containers: &BTreeSet<String>)
             }
         }
     });
-    info!(pod = %managed.name, uid, "containers are restarted on request");
+    info!(pod = %managed.name, uid, "restarting containers on request");
 }
 
-/// A pod that was ended for good, or deleted, has given everything back.
+/// Records that a failed or deleted pod has released its resources.
 pub(super) fn on_cleared(pods: &mut Pods, uid: &str) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if managed.record.failure.is_none() && managed.deletion.is_none() {
@@ -121,18 +121,18 @@ pub(super) fn on_cleared(pods: &mut Pods, uid: &str) {
     }
 }
 
-/// Ends the pods whose activeDeadlineSeconds are over.
+/// Ends the pods whose activeDeadlineSeconds have passed.
 pub(super) fn fail_overdue(pods: &mut Pods) {
     for uid in pods.totals.overdue(Instant::now()) {
-        // The kubelet's words.
+        // The kubelet's message.
         let message = "Pod was active on the node longer than the specified deadline";
         fail(pods, &uid, &PodFailure::new(DEADLINE_EXCEEDED, message, None));
     }
 }
 
-/// The record of a pod from an earlier instance of the agent, and true if the pod is to run again once its
-/// end is over. A static pod that was refused, or went with the machine, counts as new as soon as nothing of
-/// it is left; a pod of the API server, which knows of the end, does not.
+/// Returns an earlier agent's record of a pod, and true if the pod runs again after its termination. A static
+/// pod that was refused, or ended by a shutdown of the machine, counts as new after its termination. A pod of
+/// the API server does not, because the API server knows that the pod has ended.
 pub(super) fn remembered(records: &Records, uid: &str, origin: Origin) -> (Option<PodRecord>, bool) {
     let record = records.get(uid);
     if origin.is_api() {

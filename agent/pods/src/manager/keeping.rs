@@ -1,4 +1,4 @@
-//! The record of a pod itself for an agent after this one.
+//! The record of a pod's definition for the next agent.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use super::managed::{Managed, hash_of, manifest_of};
 use beelet_model::{origin::Origin, request::RuntimePod, table::PodName};
 use beelet_spec::resize;
 
-/// Updates the record with the parts of the pod that its removal needs, a digest of the whole pod, and its
-/// amounts. The pod changes less often than its status.
+/// Updates the record with the fields of the pod that its removal needs, a digest of the whole pod, and its
+/// resource amounts, if the pod has changed.
 pub(super) fn update_record(managed: &mut Managed) {
     if managed.record_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &managed.pod)) {
         return;
@@ -19,7 +19,7 @@ pub(super) fn update_record(managed: &mut Managed) {
     managed.record_of = Some(Arc::clone(&managed.pod));
 }
 
-/// The parts of a pod that its removal needs.
+/// Returns the fields of a pod that its removal needs.
 pub(super) fn runtime_pod(pod: &core::Pod) -> RuntimePod {
     RuntimePod {
         name: PodName::of(pod),

@@ -1,28 +1,28 @@
-//! The lifetime of a pod, for its deadline.
+//! The active time of a pod, for its deadline.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::time::Instant;
 
-/// The time since when a pod has been active. The status has it by the wall clock, which may be set; after
-/// the first look at the status the time is measured by a timer.
+/// Active time of a pod. The status has the start by the wall clock, which may be set; after the first
+/// reading of the status, the monotonic clock measures the time.
 #[derive(Debug)]
 pub(super) struct Lifetime {
     pub(super) start: Timestamp,
     seen: Instant,
-    /// Age at the first look.
+    /// Age at the first reading.
     age: Duration,
 }
 
 impl Lifetime {
-    /// The lifetime of a pod that started then, and is seen now.
+    /// Returns the lifetime of a pod that started at `start`; the current wall clock time is `now`.
     pub(super) fn new(start: Timestamp, now: Timestamp) -> Self {
         let age = Duration::try_from(now.duration_since(start)).unwrap_or(Duration::ZERO);
         Self { start, seen: Instant::now(), age }
     }
 
-    /// The end of a pod that may be active for this time; None if that is never.
+    /// Returns the deadline of a pod with this limit of active time, or None if the deadline is out of range.
     pub(super) fn end(&self, limit: Duration) -> Option<Instant> {
         self.seen.checked_add(limit.saturating_sub(self.age))
     }

@@ -1,4 +1,4 @@
-//! A pod with a worker, as the manager knows it.
+//! The manager's state of a pod with a worker.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -34,29 +34,29 @@ pub(super) struct Managed {
     pub(super) task: JoinHandle<()>,
     pub(super) seen: Option<Arc<Observation>>,
     pub(super) waiting: BTreeMap<String, Waiting>,
-    /// Record that the next instance of the agent will find, with the pod's status.
+    /// Record for the next agent, with the pod's status.
     pub(super) record: PodRecord,
-    /// The pod that the record was made of.
+    /// The version of the pod that the record has.
     pub(super) record_of: Option<Arc<core::Pod>>,
     /// Events of OOM kills, by container.
     pub(super) oom_events: BTreeMap<String, OomEvent>,
-    /// Time since when the pod has been active.
+    /// Active time of the pod.
     pub(super) lifetime: Option<Lifetime>,
-    /// The pod may run again once its failure is cleared.
+    /// The pod runs again once its failure is cleared.
     pub(super) retry: bool,
-    /// Deletion, if the API server wants the pod deleted: its object is there until nothing is left of the
-    /// pod.
+    /// Deletion that the API server requests. The pod's object exists until the pod is removed.
     pub(super) deletion: Option<Deletion>,
-    /// The pod as the API server last had it.
+    /// The API server's last version of the pod.
     pub(super) assigned: Option<Arc<core::Pod>>,
-    /// State of a change of its amounts, and the change that the pod waits for.
+    /// State of a resize of the pod.
     pub(super) resize: ResizeFacts,
+    /// Resize that the pod waits for.
     pub(super) wanted: Option<WantedAmounts>,
-    /// Number of times that its manifest had been put back when the pod began.
+    /// Number of restores of the pod's manifest before the pod's start.
     pub(super) manifest_restores: u64,
-    /// Grace period that a person has asked for, once the pod is terminated.
+    /// Grace period that a user requested for the pod's termination.
     pub(super) asked_grace: Option<Duration>,
-    /// The pod of its name that waits until this one, which was deleted by force, is gone.
+    /// The pod of the same name that waits for the removal of this force-deleted pod.
     pub(super) successor: Option<Successor>,
 }
 
@@ -70,12 +70,12 @@ pub(super) struct OomEvent {
     pub(super) unrecorded: u32,
 }
 
-/// Other amounts that are wanted of a pod.
+/// Requested resource amounts that differ from the pod's own.
 #[derive(Debug)]
 pub(super) struct WantedAmounts {
-    /// The pod with them.
+    /// The pod with the requested amounts.
     pub(super) pod: Arc<core::Pod>,
-    /// Time since when they are wanted.
+    /// Time of the request.
     pub(super) since: Instant,
 }
 
@@ -85,22 +85,22 @@ impl Managed {
         self.deletion.is_some() || self.is_dropped()
     }
 
-    /// Returns true if the pod may have waited for an object that has come.
+    /// Returns true if the pod may wait for an object: it has no status yet, or its phase is Pending.
     pub(super) fn is_pending(&self) -> bool {
         self.record.status.as_ref().is_none_or(|status| status.phase.as_deref() == Some("Pending"))
     }
 
-    /// Returns true if no source has the pod any more: once nothing is left of it, it is forgotten.
+    /// Returns true if the manager forgets the pod after its removal, because no source has the pod any more.
     pub(super) fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
     }
 
-    /// The pod's share of the totals of all pods.
+    /// Returns the pod's share of the totals of all pods.
     pub(super) fn share(&self) -> Share {
         Share { counted: self.counted(), is_active: self.ended().is_none(), deadline: self.deadline() }
     }
 
-    /// The pod's place in the gauges of pods.
+    /// Returns the pod's labels in the gauges of pods.
     fn counted(&self) -> Counted {
         let lifecycle = if self.gone().is_some() {
             Lifecycle::Terminated
@@ -112,53 +112,52 @@ impl Managed {
         Counted { is_static: !self.origin().is_api(), is_desired: !self.is_dropped(), lifecycle }
     }
 
-    /// The source of the pod.
+    /// Returns the source of the pod.
     pub(super) fn origin(&self) -> Origin {
         Origin::of(&self.pod)
     }
 
-    /// Returns true if other amounts of cpu and memory don't make it another pod. A pod that was ended for
-    /// good is another one.
+    /// Returns true if the pod's cpu and memory may change in place. A failed pod is replaced instead.
     pub(super) fn may_resize(&self) -> bool {
         !self.terminating() && self.record.failure.is_none()
     }
 
-    /// Returns true if the pod was ended, and none of its containers runs any more.
+    /// Returns true if the pod failed or was deleted, and all of its containers have stopped.
     pub(super) fn has_stopped(&self) -> bool {
         self.deletion.is_some_and(|deletion| deletion.stopped)
             || self.record.failure.as_ref().is_some_and(PodFailure::has_stopped)
     }
 
-    /// Returns true if the pod was ended, and only its logs are left.
+    /// Returns true if the pod failed or was deleted, and is removed except for its logs.
     pub(super) fn is_cleared(&self) -> bool {
         self.deletion.is_some_and(|deletion| deletion.cleared)
             || self.record.failure.as_ref().is_some_and(|failure| failure.cleared)
     }
 
-    /// Returns true if the phase is final: no container is started again.
+    /// Returns true if the phase is final: no container of the pod starts again.
     pub(super) fn is_over(&self) -> bool {
         has_ended(self.record.status.as_deref())
     }
 
-    /// The proof that none of its containers runs any more.
+    /// Returns the proof that none of the pod's containers runs, if that is so.
     pub(super) fn ended(&self) -> Option<Ended> {
         Ended::of(self.record.status.as_deref(), self.has_stopped() || self.is_cleared())
     }
 
-    /// The proof that its room is free: a pod that was ended needs its room until it has given everything
-    /// back.
+    /// Returns the proof that the pod's resources are free, if they are. A failed or deleted pod holds its
+    /// resources until it is cleared.
     pub(super) fn gone(&self) -> Option<Ended> {
         let is_ending = self.terminating() || self.record.failure.is_some();
         self.ended().filter(|_| self.is_cleared() || !is_ending)
     }
 
-    /// Records that no container of a pod runs any more that was ended for good, or deleted.
+    /// Records that all containers of a failed or deleted pod have stopped.
     pub(super) fn record_stopped(&mut self) {
         self.record.failure.iter_mut().for_each(|failure| failure.stopped = true);
         self.deletion.iter_mut().for_each(|deletion| deletion.stopped = true);
     }
 
-    /// The time at which the pod must have ended, if it has a deadline and is active.
+    /// Returns the deadline of the pod, if it has one and is active.
     fn deadline(&self) -> Option<Instant> {
         if self.record.failure.is_some() || self.terminating() || self.is_over() {
             return None;
@@ -166,7 +165,7 @@ impl Managed {
         self.lifetime.as_ref()?.end(pod::active_limit(self.pod.spec.as_ref()?)?)
     }
 
-    /// Follows the time since when the pod has been active, by its status.
+    /// Updates the pod's lifetime from the start time in its status.
     pub(super) fn record_start(&mut self) {
         let start =
             self.record.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
@@ -176,17 +175,17 @@ impl Managed {
     }
 }
 
-/// Number of times that a pod's manifest was put back so far.
+/// Returns the number of restores of a pod's manifest so far.
 pub(super) fn manifest_restores(desired: &Desired, uid: &str) -> u64 {
     desired.put_back.get(uid).copied().unwrap_or_default()
 }
 
-/// The manifest's file of a pod.
+/// Returns the path of a pod's manifest.
 pub(super) fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {
     pod.metadata.annotations.as_ref()?.get(beelet_model::labels::MANIFEST).map(PathBuf::from)
 }
 
-/// The digest of a pod's manifest.
+/// Returns the digest of a pod's manifest.
 pub(super) fn hash_of(pod: &core::Pod) -> Option<String> {
     pod.metadata.annotations.as_ref()?.get(ANNOTATION_HASH).cloned()
 }

@@ -1,5 +1,5 @@
-//! The pods with a worker, and all that is published of them: the pod table, the first processes, the pods
-//! that may hold devices, records and gauges.
+//! The pods with a worker, and their published state: the pod table, the first processes, the pods that may
+//! hold devices, records and gauges.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,7 +36,7 @@ pub(super) struct Pods {
     pub(super) runtime_name: String,
     /// By UID.
     pub(super) by_uid: BTreeMap<String, Managed>,
-    /// The table as it is published at the end of a turn.
+    /// The table for publication at the end of the turn.
     pub(super) table: Arc<PodTable>,
     pub(super) totals: Totals,
     pub(super) due: Due,
@@ -54,18 +54,18 @@ pub(super) struct Outputs {
     pub(super) active: watch::Sender<Active>,
 }
 
-/// Work that is done once at the end of a turn, however much came in it.
+/// Work that is due once at the end of a turn.
 #[derive(Debug, Default)]
 pub(super) struct Due {
     /// The table has changed.
     pub(super) table: bool,
-    /// First processes may have come or gone.
+    /// The set of first processes may have changed.
     pub(super) processes: bool,
-    /// A pod is gone for which another of its name may have waited.
+    /// A removed pod may have blocked another pod of the same name.
     pub(super) reconcile: bool,
-    /// Other pods may have containers than before.
+    /// The set of pods that may hold devices may have changed.
     pub(super) active: bool,
-    /// There may be room for pods that wait for other amounts.
+    /// Pending resizes may have room now.
     pub(super) resizes: bool,
 }
 
@@ -78,7 +78,7 @@ impl Pods {
         self.record_share(uid);
     }
 
-    /// Brings the totals up to date with a pod that may have changed, or is gone.
+    /// Updates the totals with a pod that may have changed or may be removed.
     pub(super) fn record_share(&mut self, uid: &str) {
         let share = self.by_uid.get(uid).map(Managed::share);
         self.due.active |= self.totals.set(uid, share);
@@ -97,7 +97,7 @@ impl Pods {
         managed.record.status = Some(Arc::new(status.clone()));
         managed.record_start();
         if managed.is_over() && managed.record.failure.is_none() {
-            // The pod does not start again when the runtime forgets how it ended.
+            // The worker must not start the pod again after the runtime has removed its records.
             managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
         }
         if let Some(ended) = managed.gone() {
@@ -122,7 +122,7 @@ impl Pods {
         self.records.set(uid, managed.record.clone());
     }
 
-    /// Publishes the manifests that were rejected.
+    /// Publishes the rejected manifests.
     pub(super) fn publish_rejected(&mut self, desired: &Desired) {
         if *self.table.rejected != desired.rejected {
             Arc::make_mut(&mut self.table).rejected = Arc::new(desired.rejected.clone());
@@ -145,7 +145,7 @@ impl Pods {
         debug_assert_eq!(self.totals, self.whole(), "a pod's share was not updated");
     }
 
-    /// The totals, computed from all pods.
+    /// Returns the totals, computed from all pods.
     fn whole(&self) -> Totals {
         let mut totals = Totals::default();
         for (uid, managed) in &self.by_uid {
@@ -154,7 +154,7 @@ impl Pods {
         totals
     }
 
-    /// Returns true if a pod is on its way out while another pod has its name: readers see the other pod.
+    /// Returns true if a pod is terminating while another pod has its name: readers see the other pod.
     fn is_shadowed(&self, uid: &str) -> bool {
         let Some(managed) = self.by_uid.get(uid).filter(|m| m.terminating()) else { return false };
         self.by_uid.iter().any(|(other, m)| other != uid && m.name == managed.name && !m.terminating())
@@ -170,8 +170,8 @@ impl Pods {
         }
     }
 
-    /// The UID of the pod that a manifest of this UID means: a pod that was resized in place has kept its
-    /// own.
+    /// Returns the UID of the pod for a manifest with this UID. A pod that was resized in place keeps its
+    /// original UID.
     pub(super) fn known_as(&self, uid: &str) -> String {
         let of_manifest = |managed: &Managed| hash_of(&managed.pod).as_deref() == Some(uid);
         let resized = || self.by_uid.iter().find(|(_, managed)| of_manifest(managed)).map(|(known, _)| known);
@@ -187,7 +187,7 @@ impl Pods {
         for (uid, managed) in &self.by_uid {
             let Some(seen) = &managed.seen else { continue };
             for (id, FirstProcess { pid, .. }) in &seen.processes {
-                // A known process stays: its cgroup needn't be computed again.
+                // A known process keeps its entry, which saves computing its cgroup again.
                 if let Some(same) = known.get(pid).filter(|process| process.id == *id) {
                     now.insert(*pid, Arc::clone(same));
                     continue;
@@ -204,8 +204,8 @@ impl Pods {
         }
     }
 
-    /// Publishes the pods that may hold devices: every pod of which anything may run, and those in the
-    /// runtime that are left alone. None as long as the runtime's pods or the desired ones are not known.
+    /// Publishes the pods that may hold devices: every pod of which a container may run, and the pods in the
+    /// runtime without a worker. Publishes None while the runtime's pods or the desired pods are unknown.
     pub(super) fn publish_active(&mut self, in_runtime: Option<&BTreeMap<String, RuntimePod>>) {
         if !std::mem::take(&mut self.due.active) {
             return;
@@ -223,7 +223,7 @@ impl Pods {
         });
     }
 
-    /// The pod of this UID, if it is a static pod.
+    /// Returns the static pod with this UID.
     pub(super) fn static_pod(&mut self, uid: &str) -> Option<&mut Managed> {
         self.by_uid.get_mut(uid).filter(|managed| !managed.origin().is_api())
     }

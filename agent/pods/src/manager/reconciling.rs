@@ -1,4 +1,4 @@
-//! Makes workers fit the desired pods: starts the missing, terminates the others.
+//! Reconciles workers with the desired pods: starts missing workers, terminates pods that are not desired.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,22 +39,23 @@ use crate::{
 };
 
 impl Manager {
-    /// Makes workers fit the desired pods: starts the missing, terminates the others.
+    /// Reconciles workers with the desired pods: starts missing workers, terminates pods that are not
+    /// desired.
     pub(super) fn reconcile(&mut self) {
         let desired = Arc::clone(&self.desired.borrow_and_update());
         self.pods.due.active = true;
         self.pods.publish_rejected(&desired);
         self.notify_of_objects(&desired);
-        // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
+        // Before the first relist a running pod would appear to be stopped.
         let Some(in_runtime) = self.runtime.clone() else { return };
         let wanted = identified(&self.pods, &desired, &in_runtime);
         for uid in self.pods.by_uid.keys().cloned().collect::<Vec<_>>() {
             keep_or_terminate(&mut self.pods, &uid, wanted.get(&uid), &desired);
         }
-        // Those that run have their room before any new one asks for some.
+        // Running pods reserve their resources before any new pod requests some.
         wanted.iter().for_each(|(uid, pod)| adopt(&self.pods, &self.present, uid, pod));
         for (uid, orphan) in in_runtime.iter() {
-            // A UID may be written in the manifest, and stay when the rest changes.
+            // A manifest may set the UID, and keep it when other fields change.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
                 Origin::of(pod).is_api()
                     || orphan.hash.is_none()
@@ -62,27 +63,27 @@ impl Manager {
                     || orphan.shape == Some(resize::shape(pod))
             });
             let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
-            // A pod whose termination an earlier instance of the agent began goes, whatever is desired now.
+            // A termination that an earlier agent began continues, regardless of the desired pods.
             let is_leaving = self.pods.records.is_leaving(uid);
             if self.pods.by_uid.contains_key(uid) || !is_leaving && (is_wanted || !may_remove) {
                 continue;
             }
             if is_leaving {
-                info!(pod = %orphan.name, uid, "the termination of a pod goes on that an earlier agent began");
+                info!(pod = %orphan.name, uid, "continuing the termination that an earlier agent began");
             } else {
-                info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
+                info!(pod = %orphan.name, uid, "terminating orphaned pod (not in any source)");
                 self.pods.deps.reports.metrics.orphaned();
             }
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         self.spawn_missing(wanted, &in_runtime);
         deleting::publish_successors(&mut self.pods, &desired);
-        // After those that run already have their room, and before new ones ask for some.
+        // Resizes come after running pods have reserved their resources, and before new pods request some.
         self.pods.due.resizes = true;
     }
 
-    /// Wakes the workers of pods that may have waited for an object which has changed. All others are left
-    /// alone: in a cluster some Service or token changes all the time, and each worker that wakes is work.
+    /// Wakes the workers of pods that may wait for a changed object, and no others: in a cluster, a Service
+    /// or token changes all the time, and each wake-up costs CPU time.
     fn notify_of_objects(&mut self, desired: &Desired) {
         if Objects::are_same(&self.objects, &desired.objects) {
             return;
@@ -100,7 +101,7 @@ impl Manager {
         }
     }
 
-    /// Starts workers of wanted pods that have none.
+    /// Starts workers for the wanted pods without one.
     fn spawn_missing(
         &mut self,
         mut wanted: BTreeMap<String, Arc<core::Pod>>,
@@ -118,15 +119,19 @@ impl Manager {
         left_alone.into_iter().for_each(|(name, uid)| by_name.entry(name).or_default().push(uid));
         for (uid, pod) in wanted {
             let name = PodName::of(&pod);
-            // Of two pods of one name the old one must be gone first: they may share ports and files.
+            // An old pod of the same name must be removed first: both may use the same ports and files.
             if names.contains(&name) {
                 continue;
             }
             if by_name.get(&name).is_some_and(|uids| uids.iter().any(|other| **other != uid)) {
-                warn!(pod = %name, uid, "pod must wait: one of its name runs here, from a manifest that can't be read");
+                warn!(
+                    pod = %name,
+                    uid,
+                    "pod is blocked: a pod of the same name is running, whose manifest cannot be read"
+                );
                 continue;
             }
-            info!(pod = %name, uid, "pod is managed from now on");
+            info!(pod = %name, uid, "starting pod worker");
             if self.gone.contains_key(&uid) {
                 self.pods.deps.reports.metrics.restarted(!Origin::of(&pod).is_api());
             }
@@ -148,7 +153,7 @@ impl Manager {
         let assigned = Origin::of(&wanted).is_api().then(|| Arc::clone(&wanted));
         let pod = resizing::as_accepted(&wanted, kept.accepted.as_ref());
         if kept.status.is_none() {
-            // A pod that has ended in the API server never runs again, whatever was forgotten here.
+            // A pod with a final phase in the API server never runs again, even without a local record.
             kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
         }
         let mut deletion = assigned.as_deref().and_then(Deletion::of);
@@ -161,7 +166,7 @@ impl Manager {
             ..control_of(&kept, deletion.as_ref(), counts, beelet_model::pod::grace_period(&pod))
         };
         let (control, signal) = watch::channel(control);
-        // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
+        // The list of a pod that the runtime did not have is empty: only this worker creates the pod.
         let is_new = self.runtime.as_ref().is_some_and(|runtime| !runtime.contains_key(&uid));
         let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
         let network = resuming::network_of(&kept, &pod);
@@ -197,15 +202,15 @@ impl Manager {
         resizing::ask_for_amounts(&mut self.pods, &uid, &wanted);
         self.pods.record_share(&uid);
         self.pods.due.active = true;
-        // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
+        // A pod that may run, but has no record, must not appear as Pending before its first observation.
         if is_known || !may_run {
             self.pods.publish(&uid);
         }
     }
 }
 
-/// The desired pods by UID. A desired pod that differs from a pod that is here only in amounts that may
-/// change while the pod runs has the UID of that pod.
+/// Returns the desired pods by UID. A desired pod that differs from a present pod only in amounts that can be
+/// resized in place gets the UID of the present pod.
 fn identified(
     pods: &Pods,
     desired: &Desired,
@@ -233,7 +238,7 @@ fn identified(
     desired.pods.values().filter_map(identify).collect()
 }
 
-/// Terminates a pod that isn't wanted any more, or not as it is.
+/// Terminates a pod that is no longer wanted or needs replacement; updates or resizes other pods.
 fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
     if let Some(pod) = wanted.filter(|pod| Origin::of(pod).is_api()) {
         assigned::follow_assigned(pods, uid, pod);
@@ -241,7 +246,7 @@ fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>
     }
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if wanted.is_some() && manifest_restores(desired, uid) > managed.manifest_restores {
-        info!(pod = %managed.name, uid, "the pod's manifest was deleted and put back");
+        info!(pod = %managed.name, uid, "manifest was deleted and restored, replacing pod");
         deleting::terminate(pods, uid);
         return;
     }
@@ -251,7 +256,7 @@ fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>
     };
     match wanted.filter(same).map(|pod| debugging::with_debuggers(Arc::clone(pod), &managed.record.debuggers))
     {
-        // The same manifest; what comes from elsewhere, its priority, may be new.
+        // With the same manifest, values from other sources (the priority) may still have changed.
         Some(pod) if !managed.terminating() && managed.pod != pod => {
             if hash_of(&pod) == hash_of(&managed.pod) {
                 resizing::want_nothing(managed);
@@ -270,7 +275,7 @@ fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>
     }
 }
 
-/// A pod that an earlier instance of the agent let in is not asked again, whatever the node is like now.
+/// Admits a pod that an earlier agent admitted, without checking the node's current state.
 fn adopt(pods: &Pods, present: &BTreeSet<String>, uid: &str, pod: &Arc<core::Pod>) {
     if !present.contains(uid) || pods.by_uid.contains_key(uid) {
         return;
@@ -282,7 +287,7 @@ fn adopt(pods: &Pods, present: &BTreeSet<String>, uid: &str, pod: &Arc<core::Pod
     }
 }
 
-/// Notifies admission of a pod that is terminating when it is first seen.
+/// Notifies admission of a pod that is already terminating when its worker starts.
 fn admit_leaving(pods: &Pods, uid: &str, pod: &Arc<core::Pod>, deletion: Option<&Deletion>, terminate: bool) {
     let admission = &pods.deps.admission;
     if let Some(deletion) = deletion {
@@ -294,7 +299,7 @@ fn admit_leaving(pods: &Pods, uid: &str, pod: &Arc<core::Pod>, deletion: Option<
     }
 }
 
-/// As much of a pod as its termination needs.
+/// Returns a pod with the fields that the termination of an orphan needs.
 fn pod_of_orphan(uid: &str, orphan: &RuntimePod) -> core::Pod {
     core::Pod {
         metadata: ObjectMeta {

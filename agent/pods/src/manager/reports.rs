@@ -1,4 +1,4 @@
-//! Reports of workers: the observed state of a pod, and the stages of its end.
+//! Reports of workers: the observed state of a pod, and the stages of its termination.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::{Manager, PER_TURN, exits, failing, managed::Managed, pods::Pods, res
 use crate::worker::{Stage, WorkerReport};
 
 impl Manager {
-    /// Handles this report, and the reports behind it.
+    /// Handles this report, and further queued reports.
     pub(super) fn on_reports(&mut self, report: WorkerReport) {
         self.on_report(report);
         for _ in 1..PER_TURN {
@@ -27,7 +27,7 @@ impl Manager {
         }
     }
 
-    /// Forgets a pod of which nothing is left.
+    /// Forgets a removed pod.
     fn on_gone(&mut self, uid: &str) {
         let Some(managed) = self.pods.by_uid.remove(uid) else { return };
         let on_request = managed.record.leaving.is_some_and(|leaving| leaving.on_request);
@@ -46,12 +46,12 @@ impl Manager {
         self.pods.unpublish(&managed.name, uid);
         let due = &mut self.pods.due;
         (due.active, due.processes, due.reconcile) = (true, true, true);
-        // The same pod may have waited for this one, too.
+        // The same pod may start again in this turn.
         self.left.insert(uid.to_owned(), counts);
     }
 }
 
-/// Follows a pod that is still here.
+/// Applies the report of a pod that is not removed yet.
 fn on_stage(pods: &mut Pods, report: WorkerReport) {
     let Some(managed) = pods.by_uid.get_mut(&report.uid) else { return };
     match report.stage {
@@ -69,7 +69,7 @@ fn on_stage(pods: &mut Pods, report: WorkerReport) {
     managed.record.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
     managed.record.processes.clone_from(&report.seen.processes);
     let before = managed.seen.replace(report.seen);
-    // All pods' processes are published together.
+    // The first processes of all pods are published together.
     pods.due.processes |= before.is_none_or(|before| before.processes != managed.record.processes);
     managed.waiting = report.waiting;
     managed.record.hooked = report.hooked;
@@ -79,8 +79,7 @@ fn on_stage(pods: &mut Pods, report: WorkerReport) {
     pods.publish(&report.uid);
 }
 
-/// Forgets facts about containers that are gone, or have ended: results of probes, and the reasons why they
-/// were to be stopped.
+/// Forgets facts about removed and ended containers: results of probes, and reasons for their stops.
 fn forget_ended(managed: &mut Managed, report: &WorkerReport) {
     let exists = |id: &String| report.seen.containers.contains_key(id);
     managed.record.probes.retain(|id, _| exists(id));
@@ -89,7 +88,7 @@ fn forget_ended(managed: &mut Managed, report: &WorkerReport) {
             let of_id = report.seen.pod.containers.iter().find(|c| c.id == *id);
             of_id.is_some_and(|c| matches!(c.state, ContainerState::Running { .. }))
         };
-        // The reason why a container was stopped decides whether it comes back.
+        // The reason for a stop decides whether the container restarts.
         c.verdicts.condemned.retain(|id, reason| {
             let counts = reason.is_for_a_restart() && exists(id);
             running(id) || counts && (!reason.is_of_probe() || report.stopped.contains(id))
@@ -98,8 +97,9 @@ fn forget_ended(managed: &mut Managed, report: &WorkerReport) {
         c.verdicts.hurried.retain(exists);
         c.verdicts.started.retain(exists);
         c.verdicts.hooked.clone_from(&report.hooked);
-        // The list was taken over, or can be asked for again: a thousand pods would keep memory for theirs.
+        // The worker has used the list, or can query it again. Keeping the lists of a thousand pods costs
+        // memory.
         c.listed = None;
-        false // the worker that reports has seen it all
+        false // the reporting worker knows these changes
     });
 }

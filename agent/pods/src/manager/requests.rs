@@ -1,4 +1,4 @@
-//! Requests of other parts: relists, results of probes, and all that people and policies want of pods.
+//! Requests of other parts: relists, results of probes, and commands of users and policies.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,7 +18,7 @@ use super::{Manager, PER_TURN, debugging, deleting, exits, failing, pods::Pods, 
 use crate::runtime_view::Observation;
 
 impl Manager {
-    /// Handles this request, and the requests behind it.
+    /// Handles this request, and further queued requests.
     pub(super) fn on_requests(&mut self, request: Request, stopping: bool) {
         self.on_request(request, stopping);
         for _ in 1..PER_TURN {
@@ -49,7 +49,7 @@ impl Manager {
         }
     }
 
-    /// Follows a relist: wakes the workers of pods that have changed, and looks for pods without a worker.
+    /// Applies a relist: wakes the workers of changed pods, and reconciles if the set of pods has changed.
     fn on_relist(&mut self, mut seen: RuntimePods, stopping: bool) {
         for (uid, managed) in &self.pods.by_uid {
             let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
@@ -64,7 +64,7 @@ impl Manager {
             }
         }
         let is_first = self.runtime.is_none();
-        // Later lists come too late for a pod that begins: it may have been there before, and have left.
+        // Only the first list is safe for a new worker: in a later one, the pod may be an earlier instance.
         self.listed = if is_first { seen.listed } else { BTreeMap::new() };
         self.present = seen.pods.keys().cloned().collect();
         self.gone.retain(|_, since| *since >= seen.asked_at);
@@ -90,12 +90,12 @@ fn on_probe(pods: &mut Pods, update: &ProbeUpdate) {
         ProbeKind::Startup => facts.started = Some(success),
         ProbeKind::Liveness => {}
     }
-    // A container that has ended by itself counts by its exit code.
+    // An ended container counts by its exit code.
     let has_exited = |seen: &Arc<Observation>| {
         seen.containers.contains_key(&update.container_id) && !seen.is_running(&update.container_id)
     };
     if update.restart && managed.seen.as_ref().is_some_and(has_exited) {
-        debug!(pod = %managed.name, container = update.container, "a probe condemned a container that has ended");
+        debug!(pod = %managed.name, container = update.container, "ignoring failed probe of an ended container");
     } else if update.restart {
         let reason =
             if update.kind == ProbeKind::Startup { KillReason::Startup } else { KillReason::Liveness };

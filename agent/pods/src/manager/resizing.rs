@@ -1,4 +1,4 @@
-//! Changes of the amounts of cpu and memory of pods that run: decided by admission, made by the worker.
+//! In-place resizes of the cpu and memory of running pods: admission decides, the worker applies.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,28 +15,28 @@ use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn}
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
-/// Records that the pod is wanted with other amounts. Admission is asked for them when the pod has its turn.
+/// Records a resize request. Admission decides on the request when the pod has its turn.
 pub(super) fn want(managed: &mut Managed, pod: Arc<core::Pod>) {
     let same = managed.wanted.as_ref().filter(|known| resize::same_amounts(&known.pod, &pod));
     let since = same.map_or_else(Instant::now, |known| known.since);
     managed.wanted = Some(WantedAmounts { pod, since });
 }
 
-/// Records that the pod is wanted with the amounts that it has. Returns true if its status had a pending
-/// change.
+/// Cancels the resize request of a pod. Returns true if the pod's status had a pending resize.
 pub(super) fn want_nothing(managed: &mut Managed) -> bool {
     managed.wanted = None;
     managed.resize.pending.take().is_some()
 }
 
-/// The pod's place among those that are wanted with other amounts; None if it isn't, or can't have any.
+/// Returns the pod's place in the order of resizes, or None if the pod has no resize request or cannot be
+/// resized.
 fn turn(managed: &Managed) -> Option<Turn<Instant>> {
     let wanted = managed.wanted.as_ref().filter(|_| managed.may_resize() && !managed.is_over())?;
     Some(Turn::of(&managed.pod, &wanted.pod, wanted.since))
 }
 
-/// Asks admission for the amounts that are wanted of the pod, and passes them on to the worker. The amounts
-/// are in force once the cgroups have them. Returns true if the pod's status has changed.
+/// Requests the wanted amounts from admission, and passes admitted amounts to the worker. The amounts are in
+/// force once the cgroups have them. Returns true if the pod's status has changed.
 fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
     let Some(WantedAmounts { pod, since }) = managed.wanted.take() else { return false };
     let (admission, events) = (&deps.admission, &deps.reports.events);
@@ -49,24 +49,24 @@ fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
         refused.map(|why| (if why.infeasible { "Infeasible" } else { "Deferred" }, why.message))
     };
     if let Some((reason, message)) = refused {
-        // The change is tried again whenever room is given back.
+        // The resize is retried whenever a pod releases resources.
         let before = managed.resize.pending.replace(Pending { reason, message: message.clone() });
         if before.as_ref().is_none_or(|before| before.reason != reason) {
-            let message = format!("{message}; the pod keeps its own amounts of cpu and memory");
+            let message = format!("{message}; the pod keeps its current cpu and memory");
             events.warning(Object::pod(&managed.pod), &format!("Resize{reason}"), &message);
         }
         managed.wanted = Some(WantedAmounts { pod, since });
         return before != managed.resize.pending;
     }
     managed.resize = ResizeFacts::default();
-    events.normal(Object::pod(&pod), "Resized", "The pod's cpu or memory changes while it runs");
-    info!(pod = %managed.name, "pod is resized: its cpu and memory change while it runs");
+    events.normal(Object::pod(&pod), "Resized", "Resizing the pod's cpu or memory in place");
+    info!(pod = %managed.name, "resizing pod's cpu and memory in place");
     managed.control.send_modify(|c| c.updated = Some(Arc::clone(&pod)));
     managed.pod = pod;
     true
 }
 
-/// Updates a pod that runs. The amounts stay until the pod has its turn.
+/// Updates a running pod. The pod keeps its amounts until its turn for the resize.
 pub(super) fn update(managed: &mut Managed, wanted: &Arc<core::Pod>) {
     if resize::same_amounts(wanted, &managed.pod) {
         want_nothing(managed);
@@ -79,7 +79,7 @@ pub(super) fn update(managed: &mut Managed, wanted: &Arc<core::Pod>) {
     managed.control.send_modify(|c| c.updated = Some(pod));
 }
 
-/// The wanted pod, with the amounts of cpu and memory that the pod has.
+/// Returns the wanted pod with the current cpu and memory of `has`.
 pub(super) fn with_amounts_of(wanted: &Arc<core::Pod>, has: &core::Pod) -> Arc<core::Pod> {
     if resize::same_amounts(wanted, has) {
         return Arc::clone(wanted);
@@ -89,7 +89,7 @@ pub(super) fn with_amounts_of(wanted: &Arc<core::Pod>, has: &core::Pod) -> Arc<c
     Arc::new(pod)
 }
 
-/// A pod with the amounts that were accepted, if it is known which, whatever amounts are wanted of it by now.
+/// Returns the wanted pod with the accepted amounts, if they are known, in place of the wanted ones.
 pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) -> Arc<core::Pod> {
     let Some(accepted) = accepted else { return Arc::clone(wanted) };
     let mut pod = (**wanted).clone();
@@ -97,8 +97,7 @@ pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) 
     if resize::same_amounts(&pod, wanted) { Arc::clone(wanted) } else { Arc::new(pod) }
 }
 
-/// Tries all changes of amounts that are wanted, in the order of their turns: those that give room back
-/// go before those that need some.
+/// Tries all requested resizes in order: those that release resources precede those that need more.
 pub(super) fn try_resizes(pods: &mut Pods) {
     let waiting = pods.by_uid.iter().filter_map(|(uid, managed)| Some((turn(managed)?, uid.clone())));
     let mut waiting: Vec<_> = waiting.collect();
@@ -111,8 +110,8 @@ pub(super) fn try_resizes(pods: &mut Pods) {
     }
 }
 
-/// Asks for the amounts that are wanted of a pod which another instance of the agent admitted with others:
-/// the room for them is not known yet (the kubelet's allocation manager asks again, too).
+/// Requests the wanted amounts of a pod that an earlier agent admitted with other amounts. Admission decides
+/// again, as in the kubelet's allocation manager.
 pub(super) fn ask_for_amounts(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod>) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if !managed.terminating() && !resize::same_amounts(wanted, &managed.pod) {

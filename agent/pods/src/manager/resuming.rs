@@ -1,4 +1,4 @@
-//! The first control value of a pod's worker, from the record of the pod.
+//! The initial control value of a pod's worker, from the record of the pod.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -14,8 +14,8 @@ use crate::{
 };
 use beelet_model::status::has_ended;
 
-/// Records the restart counts and exit codes of a pod's newest status for the worker: the runtime may lose
-/// its own. The worker need not wake for that.
+/// Records the restart counts and exit codes of a pod's newest status for the worker, because the runtime may
+/// lose its records. Does not wake the worker.
 pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatus) {
     control.send_if_modified(|c| {
         for (name, count) in next_counts(Some(status)) {
@@ -31,8 +31,8 @@ pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatu
     });
 }
 
-/// The exit codes of a pod's containers by its status; those of running containers if the runtime lost them
-/// now.
+/// Returns the exit codes of containers from a status. A running container has the code that applies if the
+/// runtime loses the container.
 fn last_codes(status: &core::PodStatus) -> BTreeMap<String, i32> {
     let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
     let code = |status: &core::ContainerStatus| {
@@ -46,21 +46,21 @@ fn last_codes(status: &core::PodStatus) -> BTreeMap<String, i32> {
     all.filter_map(|status| Some((status.name.clone(), code(status)?))).collect()
 }
 
-/// The restart counts of the next containers of a pod, as far as it has had any.
+/// Returns the restart counts of the next instances of containers that have run before.
 pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, u32> {
     let all = status
         .into_iter()
         .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
     all.filter_map(|status| {
         let count = u32::try_from(status.restart_count).ok()?;
-        // A container that the runtime has lost counts already as the next one.
+        // The status of a container that the runtime has lost already has the count of the next instance.
         let next = if status.container_id.is_some() { count.checked_add(1)? } else { count };
         (next > 0).then(|| (status.name.clone(), next))
     })
     .collect()
 }
 
-/// The network of a pod's sandbox, as an agent before this one had it of the runtime; None if it isn't known.
+/// Returns the network of a pod's sandbox from an earlier agent's record, or None if it is unknown.
 pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
     let on_host = pod.spec.as_ref().and_then(|spec| spec.host_network) == Some(true);
     if on_host {
@@ -72,7 +72,7 @@ pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
     is_known.then(|| Network { ips, netns: kept.netns.clone() })
 }
 
-/// The first control value for the worker of a pod with this grace period.
+/// Returns the initial control value for the worker of a pod whose own grace period is `own`.
 pub(super) fn control_of(
     kept: &PodRecord,
     deletion: Option<&Deletion>,
@@ -90,7 +90,7 @@ pub(super) fn control_of(
     let started = kept.probes.iter().filter(|(_, facts)| facts.started == Some(true));
     control.verdicts.started = started.map(|(id, _)| id.clone()).collect();
     control.verdicts.hooked.clone_from(&kept.hooked);
-    // Of a static pod the kubelet forgets its status when it ends itself: it runs again.
+    // The kubelet does not keep the status of a static pod across its own restart: the pod runs again.
     let status = kept.status.as_deref().filter(|_| kept.origin.origin.is_api());
     control.verdicts.last_codes = status.map(last_codes).unwrap_or_default();
     control
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_now_is_known_should_the_runtime_lose_it() {
+    fn counts_and_codes_of_running_containers_survive_their_loss_in_the_runtime() {
         let (none, ended) = (json!({}), |code: i32| json!({"terminated": {"exitCode": code}}));
         let waits = json!({"waiting": {"reason": "ContainerCreating"}});
         let control = watch::Sender::new(Control::default());
@@ -135,8 +135,8 @@ mod tests {
         );
         let codes = named(&[("done", 0), ("runs", 137)]);
         assert_eq!(known(&worker), (counted(&[("done", 1), ("runs", 3)]), codes.clone()));
-        assert!(!worker.has_changed().unwrap(), "there is nothing to look at");
-        // Lost, they count as one more, once.
+        assert!(!worker.has_changed().unwrap(), "the worker must not wake");
+        // A lost container increments its count once.
         let lost = status(&[("runs", 3, None, waits, ended(137)), ("done", 0, None, ended(0), none)]);
         remember(&control, &lost);
         assert_eq!(known(&worker), (counted(&[("done", 1), ("runs", 3)]), codes));

@@ -1,4 +1,4 @@
-//! The status of a pod, from all facts that the manager has.
+//! The current status of a pod, from all facts that the manager has.
 
 use beelet_model::status::{has_ended, whole_second};
 use beelet_policy::pod::api_status;
@@ -8,7 +8,7 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 use super::managed::Managed;
 use crate::{deps::Deps, runtime_view::Observation, status::Inputs};
 
-/// The status of a pod as of now. Until the first look the status from before the restart stands.
+/// Returns the current status of a pod. Until the first observation, the recorded status applies.
 pub(super) fn status_now(managed: &Managed, deps: &Deps, runtime_name: &str) -> core::PodStatus {
     let Managed { record, seen, .. } = managed;
     let nothing = Observation::default();
@@ -38,22 +38,22 @@ pub(super) fn status_now(managed: &Managed, deps: &Deps, runtime_name: &str) -> 
     }
 }
 
-/// Completes a status with facts that only the API server has: claims, readiness gates and the generation.
+/// Completes a status with data that only the API server has: claims, readiness gates and the generation.
 pub(super) fn complete_status(managed: &Managed, status: &mut core::PodStatus) {
     add_claims(managed, status);
     add_gates(managed, status);
     add_generation(managed, status);
 }
 
-/// Completes a status with the claims that controllers have made for the pod.
+/// Completes a status with the claims that controllers have created for the pod.
 fn add_claims(managed: &Managed, status: &mut core::PodStatus) {
     let Some(of) = managed.assigned.as_ref().and_then(|pod| pod.status.as_ref()) else { return };
     status.resource_claim_statuses.clone_from(&of.resource_claim_statuses);
     status.extended_resource_claim_status.clone_from(&of.extended_resource_claim_status);
 }
 
-/// Completes a status with the state of the pod's readiness gates, which others open in the API server: until
-/// then the pod isn't ready.
+/// Completes a status with the state of the pod's readiness gates. Other clients of the API server open the
+/// gates; until then the pod is not ready.
 fn add_gates(managed: &Managed, status: &mut core::PodStatus) {
     let Some(assigned) = &managed.assigned else { return };
     let gates = assigned.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());
@@ -69,7 +69,7 @@ fn add_gates(managed: &Managed, status: &mut core::PodStatus) {
         let mut all = status.conditions.iter().flatten();
         all.find(|c| c.type_ == "Ready" && c.status == "False").and_then(|c| c.last_transition_time.clone())
     };
-    // The gate was shut before, too.
+    // An unchanged Ready condition keeps its transition time.
     let since = managed.record.status.as_deref().and_then(find);
     let conditions = status.conditions.get_or_insert_default();
     for ready in conditions.iter_mut().filter(|c| c.type_ == "Ready" && c.status == "False") {
@@ -79,7 +79,7 @@ fn add_gates(managed: &Managed, status: &mut core::PodStatus) {
     conditions.extend(others);
 }
 
-/// Completes a status with the generation of the pod that it is about.
+/// Completes a status with the generation of its pod.
 fn add_generation(managed: &Managed, status: &mut core::PodStatus) {
     let Some(generation) = managed.assigned.as_ref().and_then(|pod| pod.metadata.generation) else { return };
     status.observed_generation = Some(generation);
@@ -88,8 +88,8 @@ fn add_generation(managed: &Managed, status: &mut core::PodStatus) {
     }
 }
 
-/// Returns true if the runtime has forgotten a container of a pod that has ended: the status says more than a
-/// look can show.
+/// Returns true if the runtime has lost a container of an ended pod: the recorded status has more facts than
+/// an observation.
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let usual = known.init_container_statuses.iter().chain(&known.container_statuses);
     let statuses = usual.chain(&known.ephemeral_container_statuses).flatten();

@@ -1,5 +1,5 @@
-//! Totals of all pods, kept up with each change of one pod: a node of thousands of pods would else count all
-//! of them for each new result of a probe.
+//! Totals of all pods, updated with each change of a pod: a node with thousands of pods would otherwise count
+//! all of them for each new probe result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,9 +11,9 @@ use crate::metrics::{Counted, Working};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
     pub(super) counted: Counted,
-    /// Something of it may run.
+    /// A container of the pod may run.
     pub(super) is_active: bool,
-    /// When it must have ended.
+    /// Deadline of the pod.
     pub(super) deadline: Option<Instant>,
 }
 
@@ -23,14 +23,13 @@ pub(super) struct Totals {
     /// By UID.
     shares: BTreeMap<String, Share>,
     working: Working,
-    /// UIDs of those of which something may run.
+    /// UIDs of the pods of which a container may run.
     active: BTreeSet<String>,
     deadlines: BTreeSet<(Instant, String)>,
 }
 
 impl Totals {
-    /// Takes over what a pod adds now; None once it is gone. Returns true if it began or ceased to be one
-    /// of which something may run.
+    /// Sets the share of a pod, or removes it if None. Returns true if the pod became active or inactive.
     pub(super) fn set(&mut self, uid: &str, share: Option<Share>) -> bool {
         let before = self.shares.get(uid).copied();
         if before == share {
@@ -55,22 +54,22 @@ impl Totals {
         before.is_some_and(|share| share.is_active) != share.is_some_and(|share| share.is_active)
     }
 
-    /// Numbers of pods by state.
+    /// Returns the numbers of pods by state.
     pub(super) fn working(&self) -> &Working {
         &self.working
     }
 
-    /// UIDs of those of which something may run.
+    /// Returns the UIDs of the pods of which a container may run.
     pub(super) fn active(&self) -> &BTreeSet<String> {
         &self.active
     }
 
-    /// When the next pod must have ended.
+    /// Returns the earliest deadline of all pods.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|(at, _)| *at)
     }
 
-    /// UIDs of the pods that should have ended by now.
+    /// Returns the UIDs of the pods whose deadline has passed.
     pub(super) fn overdue(&self, now: Instant) -> Vec<String> {
         self.deadlines.iter().take_while(|(at, _)| *at <= now).map(|(_, uid)| uid.clone()).collect()
     }
@@ -94,7 +93,7 @@ mod tests {
         let mut totals = Totals::default();
         assert!(totals.set("a", Some(share(Lifecycle::Sync, Some(9)))));
         assert!(totals.set("b", Some(share(Lifecycle::Sync, Some(5)))));
-        assert!(!totals.set("b", Some(share(Lifecycle::Terminating, Some(7)))), "it was active before");
+        assert!(!totals.set("b", Some(share(Lifecycle::Terminating, Some(7)))), "the pod was active before");
         assert_eq!(totals.next_deadline(), Some(now + Duration::from_secs(7)));
         assert_eq!(totals.overdue(now + Duration::from_secs(8)), ["b"]);
         assert!(totals.set("b", Some(share(Lifecycle::Terminated, None))));

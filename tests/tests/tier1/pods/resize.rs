@@ -114,7 +114,7 @@ async fn a_resize_without_room_is_deferred_until_a_pod_is_removed() {
     let waits = |pod: &View| status(pod).2 == [condition.as_str()];
     let waiting = node.until_pod("web", "to wait for room", waits).await;
     assert_eq!((request(&waiting), status(&waiting).0), ("100m".to_owned(), "100m".to_owned()));
-    let event = format!("ResizeDeferred: {why}; the pod keeps its own amounts of cpu and memory");
+    let event = format!("ResizeDeferred: {why}; the pod keeps its current cpu and memory");
     assert!(node.events().contains(&event), "{:?}", node.events());
 
     node.remove("other");
