@@ -1,4 +1,4 @@
-//! What can fail on a pod's way.
+//! Errors of a pod's steps.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,66 +7,66 @@ use beelet_cgroups::CgroupError;
 use beelet_images::pull::PullError;
 use beelet_policy::pod::StartFailure;
 
-/// Why a step of a pod's life failed: a sentence.
+/// Failure of a step of a pod.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The container runtime refused, or gave no answer.
+    /// A call of the container runtime failed.
     #[error(transparent)]
     Runtime(#[from] beelet_cri::Error),
-    /// The pod's spec can't be carried out on this node.
+    /// The node cannot run the pod's spec.
     #[error("{0}")]
     Spec(String),
-    /// A cgroup can't be made, written or removed.
+    /// A cgroup cannot be created, written or removed.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
-    /// Files of the pod on this node (folders, volumes, logs) can't be made or removed.
+    /// Files of the pod on this node (folders, volumes, logs) cannot be created or removed.
     #[error("{0}")]
     Files(String),
-    /// One of the pod's volumes can't be made.
+    /// The setup of a volume failed.
     #[error("volume {volume}: {why}")]
     Volume {
-        /// Its name.
+        /// Name of the volume.
         volume: String,
-        /// Why: a sentence.
+        /// Cause, as a sentence.
         why: String,
     },
-    /// The runtime does not see what the agent mounts.
+    /// The runtime does not see the agent's mounts.
     #[error("volume {volume}: {why}")]
     UnseenMount {
         /// The first volume that would be empty.
         volume: String,
-        /// Why, and what to do: a sentence.
+        /// Cause and remedy, as a sentence.
         why: String,
     },
-    /// What the pod's claims are bound to isn't known, or the pod may not have it: the kubelet's words.
+    /// The volumes of the pod's claims are unknown, or forbidden for the pod. The message is the kubelet's.
     #[error("unmounted volumes=[{0}], unattached volumes=[], failed to process volumes=[{0}]: {why}", .volumes.join(" "))]
     Claims {
-        /// The volumes.
+        /// Names of the volumes.
         volumes: Vec<String>,
-        /// Why.
+        /// Cause.
         why: String,
     },
-    /// The pod's claims to devices can't be prepared, or not yet.
+    /// The pod's resource claims cannot be prepared yet.
     #[error("prepare dynamic resources: {0}")]
     Unprepared(#[source] beelet_dra::Error),
-    /// What was prepared for the pod can't be given back, or not yet.
+    /// The pod's resource claims cannot be unprepared yet.
     #[error("unprepare dynamic resources: {0}")]
     StillPrepared(#[source] beelet_dra::Error),
-    /// Something of the pod that should end can't be stopped.
+    /// A container or a sandbox of the pod cannot be stopped.
     #[error("{0}")]
     Kill(Box<Error>),
-    /// The runtime did not do what it said it did.
+    /// The runtime does not show the result of an action that it reported as successful.
     #[error("{0}")]
     Unseen(&'static str),
 }
 
 impl Error {
-    /// The error of files of the pod.
+    /// Returns the error for a failure with files of the pod.
     pub(crate) fn of_files(error: impl std::fmt::Display) -> Self {
         Self::Files(error.to_string())
     }
 
-    /// The error of volumes that can't be made.
+    /// Returns the error for a failed setup of volumes.
     pub(crate) fn of_volumes(error: beelet_volumes::Error) -> Self {
         match error {
             beelet_volumes::Error::Volume { volume, cause } => {
@@ -77,18 +77,17 @@ impl Error {
         }
     }
 
-    /// The error of something that can't be stopped.
+    /// Returns the error for a failed stop of a container or a sandbox.
     pub(crate) fn of_kill(error: Self) -> Self {
         Self::Kill(Box::new(error))
     }
 
-    /// The error of a spec that can't be carried out.
+    /// Returns the error for a spec that the node cannot run.
     pub(crate) fn of_spec(error: impl std::fmt::Display) -> Self {
         Self::Spec(error.to_string())
     }
 
-    /// Returns true if the runtime couldn't be reached or didn't answer in time: nothing is known against the
-    /// pod.
+    /// Returns true if the runtime was unreachable or did not answer in time: the pod itself may be valid.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
@@ -99,49 +98,49 @@ impl Error {
     }
 }
 
-/// Why a file that the agent keeps for a pod can't be used.
+/// Failure with a file that the agent keeps for a pod.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FileError {
-    /// Its folder can't be made.
+    /// The file's folder cannot be created.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),
-    /// It can't be read.
+    /// The file cannot be read.
     #[error("cannot read {}: {cause}", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         cause: io::Error,
     },
-    /// It can't be made, or written.
+    /// The file cannot be created or written.
     #[error("cannot write {}: {cause}", .path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         cause: io::Error,
     },
 }
 
-/// Why a container could not be started: a sentence.
+/// Failed start of a container.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// What it needs on the node can't be made, or its spec can't be carried out.
+    /// The container's configuration or files on the node cannot be created, or the node cannot run its spec.
     #[error(transparent)]
     Config(Error),
-    /// An image can't be pulled.
+    /// An image cannot be pulled.
     #[error("{}", .0.message)]
     Pull(PullError),
-    /// The runtime could not create it, or say what it needs for that.
+    /// The runtime cannot create the container, or a query for its creation failed.
     #[error(transparent)]
     Create(beelet_cri::Error),
-    /// The runtime could not start it.
+    /// The runtime cannot start the container.
     #[error(transparent)]
     Run(beelet_cri::Error),
 }
 
 impl StartError {
-    /// The word that the pod's status shows, the kubelet's.
+    /// Returns the kubelet's reason for the pod's status.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
@@ -152,7 +151,7 @@ impl StartError {
         }
     }
 
-    /// What is known against the container.
+    /// Returns the kind of the failure, which sets the back-off.
     pub(crate) fn failure(&self) -> StartFailure {
         match self {
             _ if self.is_transient() => StartFailure::Runtime,
@@ -161,8 +160,8 @@ impl StartError {
         }
     }
 
-    /// Returns true if the runtime couldn't be reached or didn't answer in time: nothing is known against the
-    /// container.
+    /// Returns true if the runtime was unreachable or did not answer in time: the container itself may be
+    /// valid.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {

@@ -1,5 +1,5 @@
-//! What follows from a pod's spec, worked out once per worker: its names, its cgroup, its sandbox, its
-//! folders, its volumes. Pure: it asks nobody and touches nothing.
+//! Plan of a pod: names, cgroup, sandbox, folders and volumes, derived once per worker from the pod's spec.
+//! Pure: this module does no I/O.
 
 use std::{
     path::{Path, PathBuf},
@@ -30,21 +30,21 @@ use beelet_model::{
 use beelet_spec::{app_armor, cri_config, sysctls};
 use beelet_volumes::{PodVolumes, VolumeManager};
 
-/// What of the node goes into every pod's plan.
+/// Properties of the node for every pod's plan.
 pub(crate) struct Site<'a> {
     /// The node.
     pub node: &'a NodeFacts,
-    /// How cgroup values are computed.
+    /// Parameters of cgroup values.
     pub cgroup_config: &'a CgroupConfig,
-    /// The runtime's name of a cgroup.
+    /// Function from a cgroup's path to the runtime's name of the cgroup.
     pub cgroup_parent: &'a dyn Fn(&str) -> String,
-    /// The folder with a folder of volumes for each pod.
+    /// Parent folder of all pods' folders.
     pub pods_dir: &'a Path,
-    /// The volumes of a pod on disk.
+    /// Function from a pod to its volumes on disk.
     pub volumes: &'a dyn Fn(&core::Pod) -> PodVolumes,
 }
 
-/// Plans pods on this node.
+/// Planner of pods on this node.
 #[derive(Debug)]
 pub(crate) struct Planner {
     pub(crate) node: NodeDeps,
@@ -52,7 +52,7 @@ pub(crate) struct Planner {
 }
 
 impl Planner {
-    /// Plans a pod: all that follows from its spec on this node.
+    /// Returns the plan of a pod.
     pub(crate) fn plan(&self, pod: Arc<core::Pod>) -> Arc<PodPlan> {
         let site = Site {
             node: &self.node.facts,
@@ -65,53 +65,54 @@ impl Planner {
     }
 }
 
-/// A pod, and all that follows from its spec on this node.
+/// A pod, and the values derived from its spec on this node.
 #[derive(Debug)]
 pub(crate) struct PodPlan {
-    /// The pod as it is wanted.
+    /// The desired pod.
     pub pod: Arc<core::Pod>,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// Its name.
+    /// Namespace and name of the pod.
     pub name: PodName,
-    /// How long its containers get to end by themselves.
+    /// Grace period of the pod's containers.
     pub grace: Duration,
-    /// Its folder: volumes, hosts file, last words.
+    /// Folder of the pod: volumes, hosts file, termination messages.
     pub folder: PathBuf,
-    /// The folder of its logs.
+    /// Folder of the pod's logs.
     pub logs: PathBuf,
-    /// Its volumes.
+    /// Volumes of the pod.
     pub volumes: PodVolumes,
-    /// It runs in a user namespace of its own.
+    /// The pod has its own user namespace.
     pub own_users: bool,
-    /// Its ephemeral containers.
+    /// Ephemeral containers of the pod.
     ephemeral: Vec<core::Container>,
-    /// Where its cgroup may be. An adopted pod whose manifest is gone has no spec, and so no class.
+    /// Possible paths of the pod's cgroup, one per QoS class. The class of an orphan without a manifest is
+    /// unknown, because the orphan has no spec.
     pub cgroups: Vec<String>,
-    /// The node's own addresses: the pod's too, if it is on the node's network.
+    /// The node's addresses, which a pod on the host network has too.
     host: HostIps,
     on_host: bool,
-    /// Why it may not run here, whatever else runs.
+    /// Rejection of the pod by this node, independent of other pods.
     pub refused: Option<AdmissionRejection>,
-    /// Its cgroup with its values, and its sandbox; or why there can be none.
+    /// The pod's cgroup with its values, and its sandbox, or the error.
     placement: Result<Placement, PlacementError>,
 }
 
-/// Where a pod runs.
+/// Cgroup and sandbox of a pod.
 #[derive(Debug)]
 struct Placement {
     cgroup: CgroupValues,
-    /// With attempt 0, which has no meaning for containers.
+    /// Sandbox with attempt 0. The attempt is irrelevant for containers.
     sandbox: cri::PodSandboxConfig,
 }
 
-/// Why a pod can run nowhere on this node.
+/// Spec of a pod that cannot run on this node.
 #[derive(Debug, thiserror::Error)]
 enum PlacementError {
-    /// It can have no cgroup.
+    /// The values of the pod's cgroup cannot be computed.
     #[error(transparent)]
     Cgroup(#[from] FieldError),
-    /// It can have no sandbox.
+    /// The configuration of the pod's sandbox cannot be computed.
     #[error(transparent)]
     Sandbox(#[from] beelet_spec::Error),
 }
@@ -141,44 +142,44 @@ impl PodPlan {
         }
     }
 
-    /// The pod's cgroup, and what its files must hold.
+    /// Returns the pod's cgroup, and the values of its files.
     pub(crate) fn cgroup(&self) -> Result<&CgroupValues, Error> {
         Ok(&self.placement()?.cgroup)
     }
 
-    /// The configuration of the pod's sandbox, which the runtime wants with each container too.
+    /// Returns the configuration of the pod's sandbox, which the runtime also requires for each container.
     pub(crate) fn sandbox(&self) -> Result<&cri::PodSandboxConfig, Error> {
         Ok(&self.placement()?.sandbox)
     }
 
-    /// The configuration of the pod's sandbox for the `attempt`th time.
+    /// Returns the configuration of the pod's sandbox with this attempt number.
     pub(crate) fn sandbox_of_attempt(&self, attempt: u32) -> Result<cri::PodSandboxConfig, Error> {
         let mut config = self.sandbox()?.clone();
         config.metadata.iter_mut().for_each(|metadata| metadata.attempt = attempt);
         Ok(config)
     }
 
-    /// A container's spec.
+    /// Returns a container's spec.
     pub(crate) fn container(&self, name: &str) -> Result<&core::Container, Error> {
         let of_name = |c: &&core::Container| c.name == name;
         let found = container_of(&self.pod, name).or_else(|| self.ephemeral.iter().find(of_name));
         found.ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
     }
 
-    /// Returns true for an ephemeral container that was added to a static pod; those of others are known to
-    /// the API server.
+    /// Returns true for an ephemeral container that was added to a static pod. The API server knows those of
+    /// other pods.
     pub(crate) fn is_debugger(&self, name: &str) -> bool {
         self.ephemeral.iter().any(|container| container.name == name) && !Origin::of(&self.pod).is_api()
     }
 
-    /// The container whose processes the ephemeral container of this name asks to share.
+    /// Returns the container whose PID namespace the ephemeral container of this name shares.
     pub(crate) fn process_target(&self, name: &str) -> Option<&str> {
         let mut all = self.pod.spec.iter().flat_map(|spec| spec.ephemeral_containers.iter().flatten());
         let target = all.find(|c| c.name == name)?.target_container_name.as_deref();
         target.filter(|target| !target.is_empty())
     }
 
-    /// The pod's addresses, the primary one first; `of_sandbox` are those that its sandbox has.
+    /// Returns the pod's addresses, the primary address first; `of_sandbox` are the sandbox's addresses.
     pub(crate) fn ips(&self, of_sandbox: &[String]) -> Vec<String> {
         if self.on_host { host_network_ips(&self.host.now(), None) } else { self.host.sorted(of_sandbox) }
     }
@@ -188,8 +189,8 @@ impl PodPlan {
     }
 }
 
-/// Why a pod may not run on this node. Of a pod with a setting that it may not have only if it is the API
-/// server's: such a manifest becomes no pod.
+/// Returns the rejection of a pod by this node, if any. Forbidden settings are checked only for pods of the
+/// API server: a manifest with such a setting is rejected when it is read.
 fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
     let rejection = |reason: &str, message: String| AdmissionRejection {
         reason: reason.to_owned(),
@@ -278,7 +279,8 @@ mod tests {
     fn addresses_are_the_sandboxs_but_for_pods_on_the_nodes_network() {
         let of_sandbox = ["10.0.0.7".to_owned(), "fd00::7".to_owned()];
         assert_eq!(plan(|_| {}).ips(&of_sandbox), of_sandbox);
-        // One of each family, the node's first, in whatever order the runtime tells them.
+        // The pod has one address of each family, the node's family first, in any order of the runtime's
+        // list.
         let all = ["fd00::7", "10.0.0.7", "10.0.0.8"].map(str::to_owned);
         assert_eq!(plan(|_| {}).ips(&all), of_sandbox);
         let on_host = plan(|pod| pod["spec"]["hostNetwork"] = true.into());
@@ -286,14 +288,14 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_a_spec_can_be_taken_away_wherever_its_cgroup_is() {
+    fn a_pod_without_a_spec_has_the_cgroup_paths_of_all_classes() {
         let plan = plan(|pod| pod["spec"] = json!({"containers": []}));
         let expected = ["/kubepods/podu1", "/kubepods/burstable/podu1", "/kubepods/besteffort/podu1"];
         assert_eq!(plan.cgroups, expected);
     }
 
     #[test]
-    fn what_can_not_run_says_so_when_it_is_to_run_and_can_be_taken_away() {
+    fn a_pod_that_cannot_run_has_an_error_and_can_be_removed() {
         let plan = plan(|pod| pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] = "much".into());
         let why = plan.sandbox().unwrap_err();
         assert!(why.to_string().contains("spec.containers[0].resources.requests"), "{why}");
@@ -302,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_the_api_server_that_asks_for_too_much_is_refused() {
+    fn a_pod_of_the_api_server_with_excessive_requests_is_refused() {
         let refused = |field: &str, value: &Value| {
             let plan = plan(|pod| {
                 pod["metadata"]["annotations"] = json!({"kubernetes.io/config.source": "api"});
@@ -334,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_the_api_server_is_refused_what_a_manifest_is_never_read_with() {
+    fn forbidden_settings_are_refused_for_pods_of_the_api_server_only() {
         let check = |context: Value, expected: Option<&str>| {
             let planned = |source: &str| {
                 let plan = plan(|pod| {

@@ -1,17 +1,18 @@
-//! What must be known of pods after a restart of the agent, so that nothing flips: start times,
-//! condition times, probe results, and which pods were ended for good. Everything else is seen again in the
-//! runtime.
+//! Records of pods, which keep the published state stable across a restart of the agent: start times,
+//! condition times, probe results, and permanent ends of pods. The agent reads all other state from the
+//! runtime again.
 //!
-//! Writers never wait: the newest records replace those that were not written yet, and one task writes them
-//! out, without waiting for the disk: after a reboot no container runs that they could speak of. Losing the
-//! last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or an
-//! evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
-//! disk may be lost whole, so ends have one of their own, which is written, and waited for, when one is new
-//! or gone: a probe that flips beside a job that is done costs no wait.
+//! Callers never wait: the newest records replace those that are not written yet, and one task writes them
+//! without waiting for the disk, because after a reboot the recorded containers no longer run. Losing the
+//! last records costs at most one probe period. Only the ends of pods must survive a power failure: otherwise
+//! an evicted pod would start again, and a job would run a second time. A file that is replaced without
+//! waiting for the disk may be lost completely. Ends therefore have their own file, which is written
+//! synchronously, but only when the set of ends changes: a changed probe result does not wait for the disk,
+//! even if a job has ended.
 //!
-//! All records are one file, so a write costs as much as there are pods, however little has changed. Between
-//! two writes there is a pause that leaves the most of a storm's CPU to the pods, unless something is to be
-//! kept that could not be seen again.
+//! All records are in one file, so the cost of a write grows with the number of pods, not with the number of
+//! changes. A pause between two writes limits the CPU time of the writer during a burst of changes. Changes
+//! that the agent could not observe again skip the pause.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,80 +40,80 @@ use beelet_model::{
 use beelet_spec::resize::Accepted;
 use beelet_state::{Loaded, State, StateError, json_text};
 
-/// The name of the record of all pods.
+/// Name of the file with the records of all pods.
 const NAME: &str = "pods";
-/// The name of the record of the pods that have ended, which survives a power cut.
+/// Name of the file with the records of ended pods, which survives a power failure.
 const ENDS: &str = "pods-ended";
-/// The pause after a failed write.
+/// Pause after a failed write.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// The pause after a write is this many times what the write took, and at most [`LONGEST_PAUSE`].
+/// Pause after a write, as a multiple of the write's duration; limited by [`LONGEST_PAUSE`].
 const PAUSE_PER_WRITE: u32 = 9;
-/// How long the words of the records are kept for the next write: on a node at rest they are only in the way.
+/// Time for which the serialized records are cached for the next write. An idle node frees their memory.
 const TEXTS_KEPT: Duration = Duration::from_secs(10);
-/// How long something is put off because what the next agent must know of it is not written.
+/// Longest wait for the write of a record before an action that depends on the record.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
-/// What a sudden end of the agent may cost of what was learned last.
+/// Longest pause between two writes: changes of this time are lost if the agent is killed.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// What is kept of one pod.
+/// Record of one pod.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PodRecord {
-    /// Enough to take it away, should nothing but folders and cgroups be left of it.
+    /// Data for the removal of the pod, if only folders and cgroups are left.
     pub origin: RuntimePod,
-    /// The status as last published. The manager has the same one.
+    /// The last published status, shared with the manager.
     pub status: Option<Arc<core::PodStatus>>,
     /// Probe results by the runtime's container identifier.
     pub probes: BTreeMap<String, ProbeFacts>,
-    /// Containers whose postStart hook is done, by the runtime's identifier: it is not run again.
+    /// Containers whose postStart hook has finished, by the runtime's identifier. The hook does not run
+    /// again.
     #[serde(default)]
     pub hooked: BTreeSet<String>,
     /// OOM kills in containers, by the runtime's identifier.
     #[serde(default)]
     pub oom: BTreeMap<String, OomFacts>,
-    /// Set if the pod was ended for good: it must not start again by itself.
+    /// Permanent failure of the pod, which must not start again without a retry request.
     #[serde(default)]
     pub failure: Option<PodFailure>,
-    /// The amounts that it was let in with, or that it was resized to since. What is wanted may be others,
-    /// which wait for room (the kubelet's allocated_pods_state).
+    /// Resource amounts of the pod's admission or last resize. The wanted amounts may differ while a resize
+    /// waits for room (the kubelet's allocated_pods_state).
     #[serde(default)]
     pub accepted: Option<Accepted>,
     /// Ephemeral containers that were added to a static pod.
     #[serde(default)]
     pub debuggers: Vec<core::EphemeralContainer>,
-    /// The last readiness change that a kernel event caused. Its times mean nothing after a reboot.
+    /// The last readiness change that a kernel event caused. Its times are invalid after a reboot.
     #[serde(default)]
     pub edge: Option<ReadinessEdge>,
-    /// The pod's network namespace, so that the kernel answers its probes before the runtime was asked: a
-    /// thousand pods that are connected to instead, all at once, don't all answer in time. It means nothing
-    /// after a reboot.
+    /// The pod's network namespace, which lets the kernel answer probes before the first query to the
+    /// runtime: if the agent connected to a thousand pods at once instead, some would not answer in time.
+    /// Invalid after a reboot.
     #[serde(default)]
     pub netns: Option<PathBuf>,
-    /// The first processes of its containers and its sandbox, by the runtime's identifier, so that the
-    /// runtime need not be asked for each, at length, at the next start. They mean nothing after a reboot.
+    /// First processes of the pod's containers and sandbox, by the runtime's identifier, which save a slow
+    /// query to the runtime for each at the next start. Invalid after a reboot.
     #[serde(default)]
     pub processes: BTreeMap<String, FirstProcess>,
-    /// It was deleted by force: nobody is to see it any more, while what is left of it is ended all the same.
+    /// The pod was deleted by force: it is hidden from users while its termination continues.
     #[serde(default)]
     pub abandoned: bool,
-    /// Set once the pod, a static one, is terminated: it goes, also where a manifest of its UID is there
-    /// again.
+    /// Termination of a static pod, which continues even if a manifest with its UID is restored.
     #[serde(default)]
     pub leaving: Option<Leaving>,
 }
 
-/// How a pod goes that is terminated.
+/// Termination of a static pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leaving {
-    /// What its containers get to end by themselves; `None` for the pod's own grace period.
+    /// Grace period of the containers; `None` for the pod's own.
     pub grace: Option<Duration>,
-    /// A person asked for it: what the same manifest describes afterwards is another pod, whose restart
-    /// counts begin anew.
+    /// A user requested the termination: the same manifest then describes another pod, whose restart counts
+    /// begin at zero.
     pub on_request: bool,
 }
 
 impl PodRecord {
-    /// What is kept of a pod of which nothing else is known.
+    /// Returns a record with no other data than the pod's origin.
     #[must_use]
     pub fn new(origin: RuntimePod) -> Self {
         Self {
@@ -137,12 +138,13 @@ impl PodRecord {
         self.debuggers.iter().any(|debugger| debugger.name == name)
     }
 
-    /// Returns true if the pod has ended, by itself or for good.
+    /// Returns true if the pod has failed or has a final phase.
     fn is_end(&self) -> bool {
         self.failure.is_some() || has_ended(self.status.as_deref())
     }
 
-    /// What of it nobody could find out again: how it ended or goes, its debuggers, the hooks that are done.
+    /// Returns the data that cannot be observed again: failure, end, termination, debuggers and finished
+    /// hooks.
     fn lasting(&self) -> Lasting<'_> {
         let ended = has_ended(self.status.as_deref());
         let going = (self.leaving, self.abandoned);
@@ -156,12 +158,12 @@ type Map = BTreeMap<String, Arc<PodRecord>>;
 type Lasting<'a> =
     (Option<&'a PodFailure>, bool, (Option<Leaving>, bool), &'a [core::EphemeralContainer], Vec<&'a String>);
 
-/// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
+/// Removes invalid records: the agent deletes the folders and cgroups of recorded pods that no longer exist.
 fn sound(mut map: Map) -> Map {
     map.retain(|uid, record| {
         let sound = record.origin.is_sound(uid);
         if !sound {
-            warn!(uid, pod = %record.origin.name, "a record that names no pod is passed over");
+            warn!(uid, pod = %record.origin.name, "ignoring record with an invalid pod name or UID");
         }
         sound
     });
@@ -172,49 +174,49 @@ fn sound(mut map: Map) -> Map {
 #[derive(Debug)]
 pub struct Records {
     newest: watch::Sender<Map>,
-    /// As they were written last.
+    /// The last written records.
     written: watch::Sender<Map>,
-    /// Rung when what has changed can't wait.
+    /// Notified when a change must be written without a pause.
     urgent: Arc<Notify>,
-    /// The ends that an earlier instance left on the disk.
+    /// Ends that an earlier agent wrote to the disk.
     ends: Map,
 }
 
-/// The pods in the records, for others to read.
+/// Read access to the pods in the records.
 #[derive(Clone, Debug)]
 pub struct KnownPods(watch::Receiver<Map>);
 
 impl KnownPods {
-    /// Returns true if anything is known of a pod.
+    /// Returns true if a pod has a record.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.0.borrow().contains_key(uid)
     }
 }
 
-/// The records as they were written last, for those who may not act on what the next agent would not know.
+/// Read access to the last written records, for actions that the next agent must know of.
 #[derive(Clone, Debug)]
 pub struct WrittenRecords(watch::Receiver<Map>);
 
 impl WrittenRecords {
-    /// Waits until an ephemeral container that was added to a static pod is written down. While nothing can
-    /// be written, on a full disk, it gives up: that is when a person needs to look into a pod.
+    /// Waits until the record of an ephemeral container that was added to a static pod is written, for at
+    /// most [`LONGEST_WAIT`]: debugging must still work when the disk is full.
     pub(crate) async fn have_debugger(&self, uid: &str, name: &str) {
         let mut written = self.0.clone();
         let has = |map: &Map| map.get(uid).is_some_and(|record| record.has_debugger(name));
-        // It fails, too, when the agent ends.
+        // The wait also fails when the agent ends.
         let _ = timeout(LONGEST_WAIT, written.wait_for(has)).await;
     }
 }
 
 impl Records {
-    /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
+    /// Loads the records of an earlier agent. A damaged file is quarantined with a warning.
     pub fn load(state: &State) -> Self {
         let all = Self::read(state, NAME);
         let ends = Self::read(state, ENDS).map(|(ends, _)| ends);
         let mut map = match all {
             Some((map, true)) => map,
-            // This record is written without waiting for the disk, and may be older than the ends are.
+            // This file is written without waiting for the disk, and may be older than the file of ends.
             older => with_ends(older.map(|(map, _)| map).unwrap_or_default(), ends.as_ref()),
         };
         map = sound(map);
@@ -223,7 +225,7 @@ impl Records {
         Self { newest: watch::Sender::new(map), written, urgent: Arc::default(), ends }
     }
 
-    /// Reads a record, if it is there and whole; true if it was written in this boot.
+    /// Reads a file, if it exists and is intact. Returns true if the file was written in this boot.
     fn read(state: &State, name: &str) -> Option<(Map, bool)> {
         match state.load::<Map>(name) {
             Ok(Loaded::Value { value, same_boot: true }) => return Some((value, true)),
@@ -236,16 +238,19 @@ impl Records {
             }
             Ok(Loaded::Absent) => {}
             Ok(Loaded::Quarantined { moved_to, reason }) => {
-                warn!(?moved_to, %reason, name, "the records of pods were damaged and set aside; probes start anew");
+                warn!(
+                    ?moved_to, %reason, name,
+                    "the records of pods were damaged and are quarantined; probes start from their initial state"
+                );
             }
             Err(error) => {
-                warn!(%error, name, "the records of pods can't be read; probes start anew");
+                warn!(%error, name, "cannot read the records of pods; probes start from their initial state");
             }
         }
         None
     }
 
-    /// The record of a pod.
+    /// Returns the record of a pod.
     pub fn get(&self, uid: &str) -> Option<PodRecord> {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
     }
@@ -255,24 +260,24 @@ impl Records {
         self.newest.borrow().get(uid).is_some_and(|record| record.leaving.is_some())
     }
 
-    /// The pods in the records, now and later.
+    /// Returns read access to the pods in the records.
     #[must_use]
     pub fn known(&self) -> KnownPods {
         KnownPods(self.newest.subscribe())
     }
 
-    /// The records as they were written last, now and later.
+    /// Returns read access to the last written records.
     #[must_use]
     pub fn written(&self) -> WrittenRecords {
         WrittenRecords(self.written.subscribe())
     }
 
-    /// All pods of which anything is known.
+    /// Returns the origins of all pods in the records.
     pub(crate) fn origins(&self) -> BTreeMap<String, RuntimePod> {
         self.newest.borrow().iter().map(|(uid, record)| (uid.clone(), record.origin.clone())).collect()
     }
 
-    /// Keeps what is known of a pod.
+    /// Sets the record of a pod.
     pub fn set(&self, uid: &str, record: PodRecord) {
         self.newest.send_if_modified(|map| {
             let known = map.get(uid);
@@ -287,16 +292,17 @@ impl Records {
         });
     }
 
-    /// Forgets a pod.
+    /// Removes the record of a pod.
     pub fn remove(&self, uid: &str) {
         self.newest.send_if_modified(|map| map.remove(uid).is_some());
     }
 
-    /// The task that writes. It ends, after a last write, when the records are dropped.
+    /// Returns the task that writes the records. When the records are dropped, the task ends after a last
+    /// write.
     pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
         let mut newest = self.newest.subscribe();
         let (mut dropped, urgent) = (self.newest.subscribe(), Arc::clone(&self.urgent));
-        let (told, mut ends_on_disk) = (self.written.clone(), self.ends.clone());
+        let (published, mut ends_on_disk) = (self.written.clone(), self.ends.clone());
         async move {
             let mut failing = false;
             let mut texts = Texts::default();
@@ -312,7 +318,7 @@ impl Records {
                 let began = Instant::now();
                 loop {
                     let state = Arc::clone(&state);
-                    // An end that is there no longer must not come back either.
+                    // Ends of removed pods must not reappear either.
                     let ends = Some(ends_of(&map)).filter(|ends| !are_same(ends, &ends_on_disk));
                     let writing = blocking("writing the records of pods", move || {
                         let written = texts.write(&map, ends.as_ref(), &state).map_err(|e| e.to_string());
@@ -322,26 +328,26 @@ impl Records {
                     (texts, map, ends, written) = writing.await;
                     let Err(cause) = written else {
                         if failing {
-                            info!("the records of pods can be written again");
+                            info!("writing the records of pods works again");
                         }
                         failing = false;
                         ends_on_disk = ends.unwrap_or(ends_on_disk);
-                        told.send_replace(map);
+                        published.send_replace(map);
                         break;
                     };
                     metrics.state_write_errors.inc();
                     if !failing {
                         error!(
                             error = cause,
-                            "the records of pods can't be written; pods keep running, but after a \
-                            restart of the agent their probes start anew"
+                            "cannot write the records of pods; pods keep running, but after a restart \
+                            of the agent their probes start from the initial state"
                         );
                     }
                     failing = true;
                     if !changed {
                         break;
                     }
-                    // It fails once the records are dropped.
+                    // The wait ends early once the records are dropped.
                     changed = timeout(RETRY, dropped.wait_for(|_| false)).await.is_err();
                     map = newest.borrow_and_update().clone();
                 }
@@ -360,13 +366,12 @@ impl Records {
     }
 }
 
-/// The records as they were written last, each with its text: of a thousand only those that changed are put
-/// into words again.
+/// Cache of the last written records with their JSON, which saves serializing unchanged records again.
 #[derive(Debug, Default)]
 struct Texts(BTreeMap<String, (Arc<PodRecord>, String)>);
 
 impl Texts {
-    /// Writes all records; before them the `ends`, where they have changed, and waits for the disk. Blocks.
+    /// Writes the changed `ends`, if any, and waits for the disk; then writes all records. Blocks.
     fn write(&mut self, map: &Map, ends: Option<&Map>, state: &State) -> Result<(), StateError> {
         if let Some(ends) = ends {
             state.store(ENDS, ends)?;
@@ -388,8 +393,8 @@ impl Texts {
     }
 }
 
-/// The records of before a reboot, with the ends as they were on the disk. Without them (an agent of before
-/// they had a file of their own) all stays as it is.
+/// Returns the records from before a reboot, corrected by the ends on the disk. An older agent had no file of
+/// ends; then the records stay unchanged.
 fn with_ends(mut map: Map, ends: Option<&Map>) -> Map {
     let Some(ends) = ends else { return map };
     map.retain(|uid, record| !record.is_end() || ends.contains_key(uid));
@@ -401,13 +406,13 @@ fn with_ends(mut map: Map, ends: Option<&Map>) -> Map {
     map
 }
 
-/// The records of the pods that have ended, by themselves or for good.
+/// Returns the records of the pods that have failed or have a final phase.
 fn ends_of(map: &Map) -> Map {
     let ends = map.iter().filter(|(_, record)| record.is_end());
     ends.map(|(uid, record)| (uid.clone(), Arc::clone(record))).collect()
 }
 
-/// Returns true if two records have the same of what must survive a power cut.
+/// Returns true if two sets of records agree in all data that must survive a power failure.
 fn are_same(one: &Map, other: &Map) -> bool {
     one.len() == other.len()
         && one.iter().zip(other).all(|((a, one), (b, other))| {
@@ -451,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_new_end_or_one_that_is_gone_waits_for_the_disk() {
+    fn only_a_new_or_removed_end_waits_for_the_disk() {
         let failure = || Some(PodFailure::new("Evicted".to_owned(), "short of memory".to_owned(), None));
         let running = record("Running", None);
         let ends = |records: &[PodRecord]| ends_of(&map(records));
@@ -459,11 +464,11 @@ mod tests {
         assert!(none.is_empty());
         for ended in [record("Succeeded", None), record("Failed", None), record("Running", failure())] {
             let one = ends(&[running.clone(), ended.clone()]);
-            assert!(!are_same(&none, &one) && !are_same(&one, &none), "a new end, and one that is gone");
-            // Another pod's readiness flips, and so do words in the status of the one that has ended.
+            assert!(!are_same(&none, &one) && !are_same(&one, &none), "a new and a removed end");
+            // The other pod's readiness changes, and so does a detail of the ended pod.
             let flipped = PodRecord { edge: None, ..running.clone() };
-            let told = PodRecord { netns: None, ..ended.clone() };
-            assert!(are_same(&one, &ends(&[flipped, told])));
+            let changed = PodRecord { netns: None, ..ended.clone() };
+            assert!(are_same(&one, &ends(&[flipped, changed])));
             let failed =
                 PodRecord { failure: Some(PodFailure::new("Evicted", "other words", None)), ..ended };
             assert!(!are_same(&one, &ends(&[running.clone(), failed])));
@@ -471,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_survives_a_power_cut_that_takes_or_ages_the_record_of_all() {
+    fn an_end_survives_a_power_failure_that_damages_or_reverts_the_main_file() {
         let dir = tempfile::tempdir().unwrap();
         let state = |boot: &str| State::open_in_boot(dir.path(), boot).unwrap();
         let (running, ended) = (record("Running", None), record("Succeeded", None));
@@ -489,7 +494,7 @@ mod tests {
             }
             assert_eq!(phase("b", "1").as_deref(), Some("Succeeded"), "{damage:?}");
         }
-        // In the same boot what was written last counts.
+        // In the same boot the last write counts.
         state("a").store(NAME, &map(&[running.clone(), running.clone()])).unwrap();
         assert_eq!(phase("a", "1").as_deref(), Some("Running"));
         state("a").store(NAME, &map(&[running])).unwrap();
@@ -497,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_of_records_that_changed_came_and_went_reads_back() {
+    fn added_changed_and_removed_records_read_back_as_written() {
         let dir = tempfile::tempdir().unwrap();
         let state = State::open_in_boot(dir.path(), "a").unwrap();
         let mut texts = Texts::default();
@@ -510,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn a_readiness_change_and_a_namespace_are_known_after_a_restart_of_the_agent_but_not_after_a_reboot() {
+    fn readiness_edge_and_namespace_survive_a_restart_of_the_agent_but_not_a_reboot() {
         let dir = tempfile::tempdir().unwrap();
         State::open_in_boot(dir.path(), "a").unwrap().store(NAME, &map(&[record("Running", None)])).unwrap();
         let known_in = |boot: &str| {
@@ -522,7 +527,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_debugger_that_was_waited_for_is_known_to_the_next_agent() {
+    async fn the_next_agent_knows_a_debugger_after_the_wait() {
         let dir = tempfile::tempdir().unwrap();
         let state = Arc::new(State::open_in_boot(dir.path(), "a").unwrap());
         let records = Records::load(&state);

@@ -1,5 +1,5 @@
-//! The status of a pod, from its spec, the containers in the runtime, and the results of probes. Pure: the
-//! time comes in.
+//! Computes the status of a pod from its spec, its containers in the runtime, and the results of probes.
+//! Pure: the current time is an input.
 
 use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ mod containers;
 use conditions::{condition, conditions, resize_conditions};
 use containers::{container, end_unknown, pod_in_force, update_readiness};
 
-/// The reason why a container isn't running.
+/// Waiting state of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Waiting {
     /// Reason as one word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
@@ -35,16 +35,16 @@ pub(crate) struct Waiting {
     pub message: String,
 }
 
-/// All that a status is made of.
+/// Inputs of a status.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inputs<'a> {
     /// The pod with its spec.
     pub pod: &'a core::Pod,
     /// The pod in the runtime.
     pub seen: &'a Observation,
-    /// Reasons why containers aren't running, by name.
+    /// Waiting states of containers, by name.
     pub waiting: &'a BTreeMap<String, Waiting>,
-    /// Reasons why containers were or are stopped, by the runtime's container identifier.
+    /// Reasons for past and pending stops of containers, by the runtime's container identifier.
     pub condemned: &'a BTreeMap<String, KillReason>,
     /// Exit codes of containers that the runtime has lost, by name.
     pub last_codes: &'a BTreeMap<String, i32>,
@@ -52,34 +52,34 @@ pub(crate) struct Inputs<'a> {
     pub probes: &'a BTreeMap<String, ProbeFacts>,
     /// OOM kills in containers, by the runtime's container identifier.
     pub oom: &'a BTreeMap<String, OomFacts>,
-    /// The status before this one: transition times come from it.
+    /// The previous status, source of transition times.
     pub previous: Option<&'a core::PodStatus>,
-    /// Set if the pod was ended for good.
+    /// Permanent failure of the pod.
     pub failure: Option<&'a PodFailure>,
-    /// Drivers have not taken back its resource claims: it has not ended yet, whatever its containers have.
+    /// Drivers still hold the pod's resource claims: the pod has not ended yet, even if its containers have.
     pub holds_claims: bool,
-    /// State of a change of the pod's amounts.
+    /// State of a resize of the pod.
     pub resize: &'a ResizeFacts,
     /// The node.
     pub node: &'a NodeFacts,
     /// The runtime's name, as in `containerd://<id>`.
     pub runtime_name: &'a str,
-    /// The time of the change.
+    /// Time of the change.
     pub now: Timestamp,
 }
 
 /// The role of a container in its pod.
 #[derive(Clone, Copy)]
 enum Role {
-    /// Runs to its end before the others start.
+    /// An init container, which ends before the next container starts.
     Init,
-    /// Keeps running: the pod's own containers and its sidecars.
+    /// A main container or a sidecar, which keeps running.
     Running,
-    /// Was added for an inspection of the pod, which doesn't count on it.
+    /// An ephemeral container for debugging, without effect on the pod's phase.
     Ephemeral,
 }
 
-/// The readiness of a pod's containers, of which these are not ready.
+/// Returns the state of the readiness condition for these unready containers.
 fn are_ready(unready: &[&str]) -> Result<(), (&'static str, String)> {
     if unready.is_empty() {
         return Ok(());
@@ -88,7 +88,7 @@ fn are_ready(unready: &[&str]) -> Result<(), (&'static str, String)> {
 }
 
 impl Inputs<'_> {
-    /// The pod's status.
+    /// Returns the pod's status.
     pub(crate) fn status(&self) -> core::PodStatus {
         let default_spec = core::PodSpec::default();
         let spec = self.pod.spec.as_ref().unwrap_or(&default_spec);
@@ -102,15 +102,15 @@ impl Inputs<'_> {
         let ephemeral: Vec<_> =
             ephemeral.iter().map(|c| container(self, c, Role::Ephemeral, inits.is_empty())).collect();
         let tally = self.tally(spec, &inits, initialized, &statuses);
-        // A pod that was refused before it had a sandbox has nothing to give back. For a pod that was
-        // admitted, a sandbox may be on its way that no look has shown yet.
+        // A pod that was refused before its sandbox was created holds no resources. The sandbox of an
+        // admitted pod may have been created after the last observation.
         let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
             Some(failure) if failure.has_stopped() || failure.is_refusal() && is_untouched => "Failed",
             _ => pod::phase(tally),
         };
         let (ips, host) = (self.pod_ips(spec), self.node.host.now());
-        // A pod that was refused before it had a container has no status of one, as under the kubelet.
+        // A pod that failed before its first container has no container statuses, as under the kubelet.
         let never_ran = self.failure.is_some()
             && statuses.iter().chain(&init_statuses).all(|status| status.container_id.is_none());
         let mut status = core::PodStatus {
@@ -143,21 +143,22 @@ impl Inputs<'_> {
         status
     }
 
-    /// The phase that is published. A reader takes the devices of a pod that has ended for free, so the pod
-    /// keeps its phase until they are; all else is published at once (`mergePodStatus`).
+    /// Returns the phase for publication. Readers consider the devices of an ended pod free, so the pod keeps
+    /// its phase until its claims are released. All other fields are published immediately
+    /// (`mergePodStatus`).
     fn held_phase<'p>(&'p self, phase: &'p str) -> &'p str {
         let is_final = |phase: &str| matches!(phase, "Succeeded" | "Failed");
         if !self.holds_claims || !is_final(phase) {
             return phase;
         }
         match self.previous.and_then(|previous| previous.phase.as_deref()) {
-            Some(told) if is_final(told) => phase,
-            told => told.unwrap_or("Running"),
+            Some(published) if is_final(published) => phase,
+            published => published.unwrap_or("Running"),
         }
     }
 
-    /// The status from before the first look, with the results of probes since: a listener that comes or goes
-    /// while the runtime hangs changes readiness all the same.
+    /// Returns the recorded status with the latest probe results, for a pod without an observation: a
+    /// listener that opens or closes must change readiness even while the runtime hangs.
     pub(crate) fn known(&self, known: &core::PodStatus) -> core::PodStatus {
         let mut status = known.clone();
         let is_sidecar = |name: &str| container_of(self.pod, name).is_some_and(pod::is_sidecar);
@@ -184,8 +185,8 @@ impl Inputs<'_> {
         status
     }
 
-    /// The addresses of the pod's sandbox. Without a sandbox the pod keeps its last addresses, which readers
-    /// of a pod that has ended need too (the kubelet's getPodIPs).
+    /// Returns the addresses of the pod's sandbox. Without a sandbox the pod keeps its last addresses, which
+    /// readers of an ended pod need too (the kubelet's getPodIPs).
     fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
         let ips = match &self.seen.sandbox {
             Some(_) if spec.host_network == Some(true) => {
@@ -201,8 +202,9 @@ impl Inputs<'_> {
         before.map(|address| address.ip.clone()).collect()
     }
 
-    /// Returns true if the pod's own containers may run: they exist already, or every init container has done
-    /// its part. Once the sandbox is gone, what ran in it says so.
+    /// Returns true if the pod's main containers may run: one exists already, or every init container has
+    /// succeeded or, if a sidecar, has started. Without a sandbox, the containers of the removed sandbox
+    /// count.
     fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
         if self.begun(mains.iter().copied()) {
             return true;
@@ -217,8 +219,7 @@ impl Inputs<'_> {
         })
     }
 
-    /// Returns true if a container of the pod's own was made in its sandbox, or ran in the sandbox that is
-    /// gone.
+    /// Returns true if a main container was created in the current sandbox, or ran in a removed sandbox.
     fn begun<'c>(&self, mains: impl IntoIterator<Item = &'c core::Container>) -> bool {
         let mut mains = mains.into_iter();
         match &self.seen.sandbox {
@@ -227,7 +228,7 @@ impl Inputs<'_> {
             }
             None => mains.any(|c| match self.seen.newest(&c.name) {
                 Some(newest) => !matches!(newest.state, pod::ContainerState::Created),
-                // A container that never runs again has no init container before it.
+                // A lost container that does not restart needs no init containers.
                 None => {
                     self.last_codes.get(&c.name).is_some_and(|code| !self.restarts(c, Role::Running, *code))
                 }
@@ -247,7 +248,7 @@ impl Inputs<'_> {
             matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
                 if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
         });
-        // A sidecar that is stopped last, and takes its time, is a part of the pod that runs (getPhase).
+        // A sidecar that is still stopping keeps the pod in phase Running (getPhase).
         let sidecars = self.running_sidecars(inits);
         let mut tally = Tally {
             init_failed: init_failed && sidecars == 0,
@@ -279,7 +280,7 @@ impl Inputs<'_> {
         tally
     }
 
-    /// The number of sidecars that may run, in whichever sandbox.
+    /// Returns the number of sidecars that may run, in any sandbox.
     fn running_sidecars(&self, inits: &[&core::Container]) -> usize {
         let runs = |spec: &core::Container| {
             self.seen.pod.containers.iter().any(|c| c.name == spec.name && is_alive(c))
@@ -287,14 +288,13 @@ impl Inputs<'_> {
         inits.iter().filter(|spec| pod::is_sidecar(spec) && runs(spec)).count()
     }
 
-    /// Returns true if the newest container of this name is started again for the reason that it was stopped
-    /// for.
+    /// Returns true if the reason for the stop of the newest container implies a restart.
     fn comes_back(&self, spec: &core::PodSpec, container: &core::Container) -> bool {
         let reason = self.seen.newest(&container.name).and_then(|newest| self.condemned.get(&newest.id));
         reason.is_some_and(|reason| reason.is_for_a_restart()) && pod::restarts_when_killed(spec, container)
     }
 
-    /// Returns true if a container is to be replaced because all are restarted.
+    /// Returns true if a container will be replaced by a restart of all containers.
     fn is_past(&self, container: &pod::Container) -> bool {
         let spec = self.pod.spec.as_ref();
         spec.is_some_and(|spec| pod::Round::of(spec, &self.seen.pod).is_past(container))
@@ -311,8 +311,8 @@ impl Inputs<'_> {
         self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
     }
 
-    /// The known status of a pod that has ended, and of whose containers the runtime has forgotten some. A
-    /// container that ran by that status (the API server's word on a lost node's pod) and is not there has
+    /// Returns the recorded status of an ended pod of which the runtime has lost containers. A lost container
+    /// that is running in the recorded status (such as the API server's status of a lost node's pod) has
     /// ended.
     pub(crate) fn as_forgotten(&self, known: &core::PodStatus) -> core::PodStatus {
         let mut status = known.clone();
@@ -326,7 +326,7 @@ impl Inputs<'_> {
         status
     }
 
-    /// Returns true if a container that ended with this code is started again.
+    /// Returns true if a container that ended with this exit code restarts.
     fn restarts(&self, container: &core::Container, role: Role, code: i32) -> bool {
         let Some(spec) = &self.pod.spec else { return false };
         match role {

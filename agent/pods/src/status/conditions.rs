@@ -9,7 +9,7 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 
 use super::{Inputs, are_ready};
 
-/// The condition of a pod whose containers are all restarted; the kubelet's.
+/// Condition of a pod whose containers all restart; the kubelet's.
 const ALL_RESTARTING: &str = "AllContainersRestarting";
 
 pub(super) fn conditions(
@@ -48,7 +48,7 @@ pub(super) fn conditions(
     conditions
 }
 
-/// The condition of a restart of all containers, for a pod that may ask for one.
+/// Returns the condition of a restart of all containers, for a pod whose rules allow such a restart.
 fn restart_condition(inputs: &Inputs<'_>, phase: &str) -> Option<core::PodCondition> {
     let spec = inputs.pod.spec.as_ref().filter(|spec| pod::may_restart_all(spec))?;
     let state = match phase {
@@ -66,7 +66,7 @@ fn restart_condition(inputs: &Inputs<'_>, phase: &str) -> Option<core::PodCondit
     Some(condition)
 }
 
-/// The conditions of a change of the pod's amounts that is pending or in progress.
+/// Returns the conditions of a pending resize and of a resize in progress.
 pub(super) fn resize_conditions(inputs: &Inputs<'_>, status: &core::PodStatus) -> Vec<core::PodCondition> {
     let spec = inputs.pod.spec.iter();
     let specs = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
@@ -99,7 +99,7 @@ fn resize_condition(inputs: &Inputs<'_>, kind: &str, reason: &str, message: &str
     core::PodCondition { reason: some(reason), message: some(message), ..condition }
 }
 
-/// A condition whose transition time moves only when its status does.
+/// Returns a condition whose transition time changes only with its status.
 pub(super) fn condition(
     inputs: &Inputs<'_>,
     kind: &str,

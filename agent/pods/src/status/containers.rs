@@ -1,4 +1,4 @@
-//! The statuses of containers, also of those that the runtime has lost or forgotten.
+//! Statuses of containers, including containers that the runtime has lost or forgotten.
 
 use std::sync::Arc;
 
@@ -14,14 +14,14 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 
 use super::{Inputs, Role, Waiting};
 
-/// Reason of a container that waits because all containers of its pod are restarted; the kubelet's.
+/// Waiting reason of a container in a restart of all containers; the kubelet's.
 const RESTARTING_ALL: &str = "RestartingAllContainers";
-/// Message for an init container that the runtime has forgotten; the kubelet's words.
+/// Message for an init container that the runtime has forgotten; the kubelet's.
 pub(super) const FORGOTTEN: &str = "Unable to get init container status from container runtime and pod has been initialized, treat it as \
                          exited normally";
 
-/// The status of one container. `may_run` is false while init containers hold the container back, and for
-/// init containers themselves.
+/// Returns the status of one container. `may_run` is false for init containers, and for other containers
+/// until the pod is initialized.
 pub(super) fn container(
     inputs: &Inputs<'_>,
     spec: &core::Container,
@@ -49,7 +49,7 @@ pub(super) fn container(
     let runtime = newest.and_then(|c| inputs.seen.containers.get(&c.id)).map(Arc::as_ref);
     let started = newest.is_some_and(|c| inputs.started(spec, c));
     let ready = newest.is_some_and(|c| match role {
-        // Its readiness is that it has done its part.
+        // An init container is ready once it has succeeded.
         Role::Init => {
             matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }) && !inputs.is_past(c)
         }
@@ -79,8 +79,8 @@ pub(super) fn container(
     }
 }
 
-/// The amounts that were in force at the last look at the same running container: they are until the cgroups
-/// say otherwise, whatever the manifest says by now.
+/// Returns the resource amounts in the previous status of the same running container. These amounts are in
+/// force until the container's cgroup changes, regardless of the manifest.
 fn in_force(inputs: &Inputs<'_>, container: &pod::Container) -> Option<core::ResourceRequirements> {
     if !matches!(container.state, pod::ContainerState::Running { .. }) {
         return None;
@@ -94,8 +94,8 @@ fn in_force(inputs: &Inputs<'_>, container: &pod::Container) -> Option<core::Res
     all.into_iter().find(same)?.resources.clone()
 }
 
-/// The last known status of a container whose records the runtime no longer has. A container that was last
-/// seen running has ended in an unknown way, under the kubelet's word for that.
+/// Returns the last known status of a container that the runtime has lost. A container that was running has
+/// ended for an unknown reason, with the kubelet's reason for such an end.
 fn last_known(inputs: &Inputs<'_>, name: &str) -> Option<core::ContainerStatus> {
     let previous = inputs.previous?;
     let usual = previous.init_container_statuses.iter().chain(&previous.container_statuses);
@@ -106,7 +106,7 @@ fn last_known(inputs: &Inputs<'_>, name: &str) -> Option<core::ContainerStatus> 
     Some(last)
 }
 
-/// Ends the status of a container that was last seen running, and is not there any more.
+/// Marks a lost container as ended, if its status is running.
 pub(super) fn end_unknown(inputs: &Inputs<'_>, last: &mut core::ContainerStatus) {
     let Some(running) = last.state.as_mut().and_then(|state| state.running.take()) else { return };
     last.state = Some(core::ContainerState {
@@ -123,8 +123,8 @@ pub(super) fn end_unknown(inputs: &Inputs<'_>, last: &mut core::ContainerStatus)
     });
 }
 
-/// The status of a container that the runtime has lost after the container ran: it has ended in an unknown
-/// way, and the next instance counts as a restart (convertToAPIContainerStatuses).
+/// Returns the status of a container that ran and that the runtime has lost. The container has ended for an
+/// unknown reason, and its next instance counts as a restart (convertToAPIContainerStatuses).
 fn lost(
     inputs: &Inputs<'_>,
     spec: &core::Container,
@@ -133,7 +133,7 @@ fn lost(
 ) -> Option<core::ContainerStatus> {
     let code = *inputs.last_codes.get(&spec.name)?;
     if matches!(role, Role::Init) && code == 0 {
-        return None; // it runs again with the pod's next sandbox, or is forgotten
+        return None; // the init container runs again in the next sandbox, or counts as forgotten
     }
     let mut status = last_known(inputs, &spec.name)?;
     if ran(inputs, &spec.name) && inputs.pod.metadata.deletion_timestamp.is_none() {
@@ -151,7 +151,7 @@ fn lost(
     Some(status)
 }
 
-/// Returns true if a container ran when its pod's status was last made.
+/// Returns true if a container is running in the previous status.
 fn ran(inputs: &Inputs<'_>, name: &str) -> bool {
     let status = inputs.previous.into_iter();
     let all = status.flat_map(|s| s.init_container_statuses.iter().chain(&s.container_statuses).flatten());
@@ -159,8 +159,9 @@ fn ran(inputs: &Inputs<'_>, name: &str) -> bool {
     of_name.any(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()))
 }
 
-/// The status of an init container that the runtime has forgotten after the container had done its part. The
-/// status of a static pod, which the kubelet does not keep, has nothing else (convertToAPIContainerStatuses).
+/// Returns the status of an init container that the runtime has forgotten after the pod was initialized. The
+/// kubelet does not keep the status of a static pod, so the exit code there is always 0
+/// (convertToAPIContainerStatuses).
 fn forgotten(inputs: &Inputs<'_>, spec: &core::Container) -> core::ContainerStatus {
     let last = last_known(inputs, &spec.name);
     let last = last.filter(|last| last.state.as_ref().is_some_and(|state| state.terminated.is_some()));
@@ -182,7 +183,7 @@ fn forgotten(inputs: &Inputs<'_>, spec: &core::Container) -> core::ContainerStat
     status
 }
 
-/// The container's state, and the state before it if that has an end.
+/// Returns the state of a container, and its last terminated state, if any.
 fn states(
     inputs: &Inputs<'_>,
     spec: &core::Container,
@@ -202,11 +203,11 @@ fn states(
             let running = core::ContainerStateRunning { started_at: Some(Time(whole_second(*started_at))) };
             (core::ContainerState { running: Some(running), ..Default::default() }, before)
         }
-        // Ended and held back from running again: it waits, and its end is the last state.
+        // An ended container that waits for its restart is waiting, and its end is the last state.
         Some(pod::ContainerState::Exited { .. }) => match waiting {
             Some(waiting) => (waiting_state(waiting), ended),
             None if newest.is_some_and(|c| inputs.is_past(c)) => {
-                let message = "all containers of the pod are restarted".to_owned();
+                let message = "restarting all containers of the pod".to_owned();
                 (waiting_state(&Waiting { reason: RESTARTING_ALL.to_owned(), message }), ended)
             }
             None => (ended.unwrap_or_default(), before),
@@ -224,7 +225,7 @@ fn terminated(
     spec: &core::Container,
     status: &cri::ContainerStatus,
 ) -> core::ContainerState {
-    // 137: SIGKILL, which is what the OOM killer sends.
+    // 137: SIGKILL, the signal of the OOM killer.
     let oom = inputs.oom.get(&status.id).filter(|facts| facts.first || status.exit_code == 137);
     let limit = spec.resources.as_ref().and_then(|r| Some(r.limits.as_ref()?.get("memory")?.0.as_str()));
     let message = match oom {
@@ -253,7 +254,7 @@ fn terminated(
     }
 }
 
-/// Takes over the results of probes into the status of a running container. Returns true if its readiness has
+/// Applies the results of probes to the status of a running container. Returns true if its readiness has
 /// changed.
 pub(super) fn update_readiness(inputs: &Inputs<'_>, status: &mut core::ContainerStatus) -> bool {
     let Some(spec) = container_of(inputs.pod, &status.name) else { return false };
@@ -268,14 +269,14 @@ pub(super) fn update_readiness(inputs: &Inputs<'_>, status: &mut core::Container
     std::mem::replace(&mut status.ready, ready) != ready
 }
 
-/// The amounts of the pod as a whole that were in force when it was last looked at: they are until its
-/// cgroup says otherwise.
+/// Returns the pod-level resource amounts in the previous status of a running pod. These amounts are in force
+/// until the pod's cgroup changes.
 pub(super) fn pod_in_force(inputs: &Inputs<'_>, phase: &str) -> Option<core::ResourceRequirements> {
     let ran = |status: &&core::PodStatus| status.phase.as_deref() == Some("Running");
     inputs.previous.filter(ran).filter(|_| phase == "Running")?.resources.clone()
 }
 
-/// The user of a container's first process.
+/// Returns the user of a container's first process.
 fn user(user: &cri::LinuxContainerUser) -> core::ContainerUser {
     let linux = core::LinuxContainerUser {
         uid: user.uid,
@@ -285,8 +286,8 @@ fn user(user: &cri::LinuxContainerUser) -> core::ContainerUser {
     core::ContainerUser { linux: Some(linux) }
 }
 
-/// The mounts of volumes of a container. The runtime knows whether mounts below one are read-only too once
-/// the container is made; until then the status has the pod's wish, if that is `Enabled`.
+/// Returns the volume mounts of a container. The runtime reports recursive read-only mounts once the
+/// container is created; until then the status has the spec's value if that is `Enabled`.
 fn volume_mounts(
     spec: &core::Container,
     runtime: Option<&cri::ContainerStatus>,

@@ -239,7 +239,7 @@ fn a_state_folder_removed_while_the_agent_runs_costs_only_the_records() {
     fs::remove_dir_all(scene.path("state")).unwrap();
     scene.apply(&pod("new"));
     scene.until_ready("new");
-    scene.until_logged("can't be written");
+    scene.until_logged("cannot write the records of pods");
     scene.is_well();
     let changes = scene.changes();
     scene.agent.kill9();

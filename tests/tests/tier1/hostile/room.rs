@@ -144,7 +144,7 @@ fn fills_and_frees(folder: &str, lack: Lack, reports: &[&str]) {
 fn without_room_for_records_pods_start_and_end_and_records_follow_later() {
     require!(root);
     for lack in LACKS {
-        fills_and_frees("state", lack, &["the records of pods can't be written"]);
+        fills_and_frees("state", lack, &["cannot write the records of pods"]);
     }
 }
 
