@@ -1,4 +1,4 @@
-//! Starts a container: its images, its files and mounts, its devices, and the two calls of the runtime.
+//! Start of a container: its images, files, mounts and devices, and the two calls of the runtime.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ use crate::{
     sandbox_files, termination,
 };
 
-/// Any part's error, of which only the sentence counts.
+/// Any error, of which only the message is used.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Starts containers.
@@ -68,7 +68,7 @@ struct Creation<'a> {
     tasks: &'a BlockingTasks,
 }
 
-/// Urgency of a container's start: a container that ran before is missed.
+/// Returns the urgency of a container's start. Restarts precede first starts.
 fn urgency_of(plan: &PodPlan, start: &Start) -> Urgency {
     Urgency::new(critical::priority(&plan.pod), start.attempt > 0)
 }
@@ -91,7 +91,7 @@ impl Containers {
         }
         let container = plan.container(&start.name)?;
         if plan.is_debugger(&start.name) {
-            // Only the record says that the container belongs to the pod.
+            // Only the record assigns the container to the pod.
             self.pods.written.have_debugger(&plan.uid, &start.name).await;
         }
         let process_target = process_target(plan, &start.name, seen)?;
@@ -131,8 +131,7 @@ impl Containers {
         Ok(())
     }
 
-    /// Makes the container's files and mounts on the machine, and returns the configuration to create it
-    /// with.
+    /// Creates the container's files and mounts on the node. Returns the configuration of the container.
     async fn container_config(
         &self,
         creation: &Creation<'_>,
@@ -187,7 +186,8 @@ impl Containers {
         Ok(config)
     }
 
-    /// Features of the runtime, asked only for a container that needs one that some runtimes lack.
+    /// Returns the runtime's features. Queries the runtime only for a container that needs an optional
+    /// feature.
     async fn features(
         &self,
         pod: &core::Pod,
@@ -212,7 +212,7 @@ impl Containers {
         })
     }
 
-    /// Makes the container's files and mounts on the machine. Returns all its mounts, and its block devices.
+    /// Creates the container's files and mounts on the node. Returns all its mounts and its block devices.
     async fn prepare(
         &self,
         creation: &Creation<'_>,
@@ -245,7 +245,7 @@ impl Containers {
     }
 }
 
-/// The container whose processes the container shares, if it asks for any.
+/// Returns the identifier of the container whose PID namespace the container shares, if any.
 fn process_target(plan: &PodPlan, container: &str, seen: &Observation) -> Result<Option<String>, Error> {
     let Some(target) = plan.process_target(container) else { return Ok(None) };
     let found = seen.newest(target).map(|instance| Some(instance.id.clone()));

@@ -1,4 +1,4 @@
-//! Gets the images of a container, with events for the progress.
+//! Pulls of a container's images, with events for the progress.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -38,8 +38,8 @@ pub(crate) struct ImagePulls {
     pub(crate) reports: Reports,
 }
 
-/// Images of a container and of its image volumes. The leases keep them until the container is made from
-/// them.
+/// Images of a container and of its image volumes. The leases protect the images until the container is
+/// created.
 pub(crate) struct ContainerImages {
     pub(crate) image: Image,
     /// By volume.
@@ -48,8 +48,7 @@ pub(crate) struct ContainerImages {
 }
 
 impl ImagePulls {
-    /// Pulls the images that a container is made from: its own, and those of the image volumes that it
-    /// mounts.
+    /// Pulls a container's image, and the images of the image volumes that the container mounts.
     ///
     /// # Errors
     /// An image cannot be pulled, or the runtime cannot mount images.
@@ -80,7 +79,7 @@ impl ImagePulls {
         Ok(ContainerImages { image, volumes, _leases: leases })
     }
 
-    /// Gets an image by its pull policy.
+    /// Pulls an image according to its pull policy.
     async fn image(
         &self,
         container: &PodContainer<'_>,
@@ -112,7 +111,7 @@ impl ImagePulls {
         Ok(self.reports.events.while_waiting(object, &format!("image {image:?}"), getting).await?)
     }
 
-    /// Records the progress of an image as events, in the kubelet's words where it has some.
+    /// Records the progress of an image as events, with the kubelet's messages.
     fn record_progress(&self, object: Object, image: &str, progress: Progress<'_>) {
         let rounded = |took: Duration| duration::format(Duration::from_millis(millis(took)));
         match progress {
@@ -143,8 +142,8 @@ impl ImagePulls {
     }
 }
 
-/// The pod's Secrets for registries. A missing Secret is skipped, as by the kubelet: the registry may not ask
-/// for it.
+/// Returns the pod's Secrets for registries. A missing Secret is skipped, as in the kubelet: the registry may
+/// not require the Secret.
 fn pull_secrets<'o>(plan: &PodPlan, objects: &'o Objects) -> Vec<&'o core::Secret> {
     let named = plan.pod.spec.iter().flat_map(|spec| spec.image_pull_secrets.iter().flatten());
     let found = named.filter_map(|reference| {

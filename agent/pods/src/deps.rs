@@ -1,5 +1,4 @@
-//! Parts of the node that the workers of pods need, in groups by their use. Each step of a worker takes the
-//! groups that it needs, and no other.
+//! Dependencies of pod workers, grouped by use. Each step of a worker receives only the groups that it needs.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -21,7 +20,7 @@ use tokio::sync::watch;
 
 use crate::{metrics::Metrics, records::WrittenRecords, user_namespaces::UserNamespaces};
 
-/// Parts of the node that pods run with.
+/// Dependencies of pod workers.
 #[derive(Clone, Debug)]
 pub struct Deps {
     /// The container runtime.
@@ -34,9 +33,9 @@ pub struct Deps {
     pub devices: DeviceDeps,
     /// Gives containers exclusive CPUs and memory.
     pub pinning: Pinning,
-    /// Prepares volumes and takes them back.
+    /// Sets up and removes volumes.
     pub volumes: VolumeManager,
-    /// Decides which pods may run here.
+    /// Decides which pods may run on this node.
     pub admission: Arc<Admission>,
     /// The desired and the published pods.
     pub pods: PodDeps,
@@ -44,14 +43,14 @@ pub struct Deps {
     pub reports: Reports,
 }
 
-/// The container runtime, and the abilities that runtimes differ in.
+/// The container runtime, and settings of its containers.
 #[derive(Clone, Debug)]
 pub struct RuntimeDeps {
     /// The runtime.
     pub cri: Runtime,
-    /// Checks that the runtime sees the agent's mounts. None where the runtime runs beside the agent.
+    /// Checks that the runtime sees the agent's mounts. None if both share a mount namespace.
     pub mounts: Option<Arc<Mounts>>,
-    /// Hands out ids for user namespaces.
+    /// Allocates ID ranges for user namespaces.
     pub users: Arc<UserNamespaces>,
     /// Longest restart delay of a crashing container.
     pub max_restart_delay: Duration,
@@ -64,9 +63,9 @@ pub struct NodeDeps {
     pub facts: NodeFacts,
     /// The cgroup tree.
     pub cgroups: Arc<Cgroups>,
-    /// The rules by which cgroup values follow from a pod.
+    /// Parameters of cgroup values.
     pub cgroup_config: CgroupConfig,
-    /// Folder with a folder for each pod.
+    /// Parent folder of all pods' folders.
     pub pods_dir: PathBuf,
 }
 
@@ -75,7 +74,7 @@ pub struct NodeDeps {
 pub struct ImageDeps {
     /// Pulls images.
     pub puller: Arc<Puller>,
-    /// Images that containers are about to be made from.
+    /// Leases of images for containers that are being created.
     pub leases: Leases,
 }
 
@@ -86,9 +85,9 @@ pub struct DeviceDeps {
     pub plugins: Devices,
     /// Drivers that prepare resource claims.
     pub claims: Dra,
-    /// The cluster's claims. None on a node of its own.
+    /// The cluster's claims. None on a standalone node.
     pub storage: Option<Arc<dyn Storage>>,
-    /// CDI devices have an annotation too, because the runtime is too old for the field.
+    /// CDI devices are passed by annotation too, because the runtime does not support the CRI field.
     pub cdi_by_annotation: bool,
 }
 
@@ -97,9 +96,9 @@ pub struct DeviceDeps {
 pub struct PodDeps {
     /// The desired pods, with ConfigMaps, Secrets and RuntimeClasses.
     pub desired: watch::Receiver<Arc<Desired>>,
-    /// The pods that are here.
+    /// The published pod table.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// Records that the next instance of the agent will find.
+    /// Records on disk for the next agent.
     pub written: WrittenRecords,
 }
 
@@ -122,7 +121,7 @@ impl Deps {
 }
 
 impl PodDeps {
-    /// The objects that pods may refer to now.
+    /// Returns the current objects that pods may refer to.
     pub(crate) fn objects(&self) -> Arc<Objects> {
         Arc::clone(&self.desired.borrow().objects)
     }
@@ -136,7 +135,7 @@ impl PodDeps {
     pub(crate) async fn objects_answered(&self, pod: &Pod) {
         let mut desired = self.desired.clone();
         if desired.wait_for(|desired| !desired.objects.is_unread(pod)).await.is_err() {
-            // The source of pods has ended, and gives no answer any more.
+            // The source of pods has ended: no answer will arrive.
             std::future::pending::<()>().await;
         }
     }

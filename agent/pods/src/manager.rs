@@ -61,18 +61,18 @@ const PER_TURN: usize = 64;
 
 /// Dependencies of the manager.
 #[derive(Debug)]
-pub struct Parts {
+pub struct Dependencies {
     /// Dependencies of the workers.
     pub deps: Deps,
     /// The runtime's name, the prefix of container identifiers in a status.
     pub runtime_name: String,
     /// The desired pods.
     pub desired: watch::Receiver<Arc<Desired>>,
-    /// Requests of other parts.
+    /// Requests of other parts of the agent.
     pub requests: mpsc::Receiver<Request>,
     /// The published pod table.
     pub table: watch::Sender<Arc<PodTable>>,
-    /// The first processes of containers, for the parts that follow exits.
+    /// The first processes of containers, for the parts of the agent that follow exits.
     pub processes: watch::Sender<processes::Shared>,
     /// Records of pods, which survive restarts of the agent.
     pub records: Records,
@@ -118,9 +118,10 @@ pub struct Manager {
 
 impl Manager {
     /// Returns a manager without workers.
-    pub fn new(parts: Parts) -> Self {
+    pub fn new(dependencies: Dependencies) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
-        let Parts { deps, runtime_name, desired, requests, table, processes, records, active, .. } = parts;
+        let Dependencies { deps, runtime_name, desired, requests, table, processes, records, active, .. } =
+            dependencies;
         let published = Arc::clone(&table.borrow());
         let pods = Pods {
             runtime_name,
@@ -135,8 +136,8 @@ impl Manager {
         Self {
             desired,
             requests,
-            complete: parts.complete,
-            stop_pods_on_exit: parts.stop_pods_on_exit,
+            complete: dependencies.complete,
+            stop_pods_on_exit: dependencies.stop_pods_on_exit,
             services: Arc::new(Services::new(&pods.deps)),
             runtime: None,
             present: BTreeSet::new(),

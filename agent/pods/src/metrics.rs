@@ -1,4 +1,4 @@
-//! What the pods' half tells of itself.
+//! Metrics of the manager of pods and of its workers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,55 +13,55 @@ use crate::{
 };
 use beelet_model::table::PodTable;
 
-/// Bounds of a step's duration, in seconds: Prometheus' own.
+/// Upper bounds of the buckets for a step's duration, in seconds: Prometheus' defaults.
 const STEPS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
-/// What a step of a pod's worker was for, as the kubelet's metric has it.
+/// Purpose of a worker's step, a label of the kubelet's metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// The first one.
+    /// The first step of a worker.
     Create,
-    /// The pod was changed.
+    /// A step after a change of the pod.
     Update,
-    /// What the runtime has was brought to what is wanted.
+    /// Reconciliation of the runtime with the desired pod.
     Sync,
-    /// The pod ends.
+    /// Termination of the pod.
     Kill,
 }
 
-/// Where a pod is on its way, as `kubelet_working_pods` has it.
+/// Lifecycle of a pod, a label of `kubelet_working_pods`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lifecycle {
-    /// It runs, or is to run.
+    /// The pod runs or will run.
     Sync,
-    /// It ends.
+    /// The pod is terminating.
     Terminating,
-    /// Nothing of it runs any more.
+    /// All containers of the pod have ended permanently.
     Terminated,
 }
 
-/// What a pod counts as in the gauges of pods.
+/// Labels of a pod in the gauges of pods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Counted {
-    /// It is not from the API server.
+    /// The pod's source is not the API server.
     pub(crate) is_static: bool,
-    /// Its source still has it.
+    /// The pod's source still has the pod.
     pub(crate) is_desired: bool,
     pub(crate) lifecycle: Lifecycle,
 }
 
-/// How many pods count as what: [static][orphan][lifecycle].
+/// Numbers of pods by labels: [static][orphan][lifecycle].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Working([[[i64; 3]; 2]; 2]);
 
 impl Working {
-    /// So many more count as this.
+    /// Adds `more`, which may be negative, to the number of pods with these labels.
     pub(crate) fn add(&mut self, pod: Counted, more: i64) {
         self.0[usize::from(pod.is_static)][usize::from(!pod.is_desired)][pod.lifecycle as usize] += more;
     }
 }
 
-/// The kubelet writes "true" or nothing.
+/// Label `static`, which is "true" or empty, as in the kubelet.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StaticLabel {
     r#static: &'static str,
@@ -89,7 +89,7 @@ fn steps() -> Histogram {
     Histogram::new(STEPS)
 }
 
-/// Counters and gauges; clones share them.
+/// Counters and gauges, shared by clones.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     desired_pods: Family<StaticLabel, Gauge>,
@@ -97,13 +97,13 @@ pub struct Metrics {
     working_pods: Family<WorkingLabel, Gauge>,
     restarted_pods: Family<StaticLabel, Counter>,
     orphaned_pods: Counter,
-    /// Manifests that could not become a pod.
+    /// Rejected manifests.
     pub rejected_manifests: Gauge,
-    /// Writes of the durable pod records that failed.
+    /// Failed writes of the durable pod records.
     pub state_write_errors: Counter,
-    /// Pods with user namespaces of their own that were started, and those of them that failed to.
+    /// Started pods with their own user namespace, and failed starts of such pods.
     pub(crate) user_namespaced: (Counter, Counter),
-    /// Hooks that were to ask by HTTPS and asked by HTTP.
+    /// HTTPS hooks that were repeated by HTTP.
     pub downgraded_hooks: Counter,
     pub(crate) startup: StartupLatency,
     pub(crate) started: StartCounters,
@@ -132,36 +132,36 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds all metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_desired_pods",
-            "Pods that this node is told to run; static=\"true\": by its manifests",
+            "Desired pods of this node (static=\"true\" for pods from manifests)",
             self.desired_pods.clone(),
         );
         registry.register(
             "kubelet_active_pods",
-            "Pods of these that have not ended: they count when a new one asks for room",
+            "Desired pods that have not ended, which count in admission",
             self.active_pods.clone(),
         );
         registry.register(
             "kubelet_working_pods",
-            "Pods that are here, by lifecycle (sync, terminating, terminated) and by whether anybody wants them (desired, orphan)",
+            "Pods with a worker, by lifecycle (sync, terminating, terminated) and config (desired, orphan)",
             self.working_pods.clone(),
         );
         registry.register(
             "kubelet_restarted_pods",
-            "Pods that came back with the UID of one that was here and went",
+            "Pods that started again with the UID of a removed pod",
             self.restarted_pods.clone(),
         );
         registry.register(
             "kubelet_orphaned_runtime_pods",
-            "Pods that the runtime had and nobody wanted",
+            "Pods found in the runtime that no source had",
             self.orphaned_pods.clone(),
         );
         registry.register(
             "beelet_rejected_manifests",
-            "Files in the static pod folder that could not become a pod",
+            "Rejected files in the static pod folder",
             self.rejected_manifests.clone(),
         );
         registry.register(
@@ -171,22 +171,22 @@ impl Metrics {
         );
         registry.register(
             "kubelet_pod_worker_duration_seconds",
-            "How long a step of a pod's worker took, in seconds, by what it was for: create, update, sync or kill",
+            "Duration of a pod worker's step in seconds, by operation type (create, update, sync, kill)",
             self.steps.clone(),
         );
         registry.register(
             "kubelet_started_user_namespaced_pods",
-            "Pods with user namespaces of their own whose sandbox was to be made",
+            "Attempts to create the sandbox of a pod with its own user namespace",
             self.user_namespaced.0.clone(),
         );
         registry.register(
             "kubelet_started_user_namespaced_pods_errors",
-            "Those of them whose sandbox could not be made",
+            "Failed attempts to create the sandbox of a pod with its own user namespace",
             self.user_namespaced.1.clone(),
         );
         registry.register(
             "kubelet_lifecycle_handler_http_fallbacks",
-            "Hooks that were to ask by HTTPS and asked by HTTP, because that answered",
+            "HTTPS lifecycle hooks that were repeated by HTTP because the server answered by HTTP",
             self.downgraded_hooks.clone(),
         );
         self.startup.register(registry);
@@ -194,7 +194,7 @@ impl Metrics {
         registry.register_collector(Box::new(self.pod_table.clone()));
     }
 
-    /// A step of a pod's worker took so long.
+    /// Observes the duration of a worker's step.
     pub(crate) fn step(&self, step: Purpose, took: Duration) {
         let operation_type = match step {
             Purpose::Create => "create",
@@ -205,7 +205,7 @@ impl Metrics {
         self.steps.get_or_create(&StepLabel { operation_type }).observe(took.as_secs_f64());
     }
 
-    /// Counts pods by what they are on their way to.
+    /// Sets the gauges of pods.
     pub(crate) fn count(&self, working: &Working) {
         for (is_static, of_source) in [false, true].into_iter().zip(working.0) {
             let label = StaticLabel::of(is_static);
@@ -219,25 +219,24 @@ impl Metrics {
                 }
             }
         }
-        // Every sandbox says whose it is and where its pod came from: there is none of which nothing is
-        // known.
+        // Every sandbox has labels for its pod and the pod's source, so no pod is unknown.
         for lifecycle in ["sync", "terminating", "terminated"] {
             let label = WorkingLabel { lifecycle, config: "runtime_only", r#static: "unknown" };
             self.working_pods.get_or_create(&label).set(0);
         }
     }
 
-    /// A pod came back with the UID of one that went.
+    /// Counts a pod that starts again with the UID of a removed pod.
     pub(crate) fn restarted(&self, is_static: bool) {
         self.restarted_pods.get_or_create(&StaticLabel::of(is_static)).inc();
     }
 
-    /// The runtime had a pod that nobody wanted.
+    /// Counts an orphaned pod in the runtime.
     pub(crate) fn orphaned(&self) {
         self.orphaned_pods.inc();
     }
 
-    /// What is told of the table from now on, whenever somebody asks.
+    /// Sets the pod table that the next scrape shows.
     pub(crate) fn show(&self, table: &Arc<PodTable>) {
         self.pod_table.show(table);
     }
@@ -249,7 +248,7 @@ mod tests {
     use prometheus_client::encoding::text::encode;
 
     #[test]
-    fn pods_are_counted_by_their_lifecycle_and_by_whether_they_are_wanted() {
+    fn pods_are_counted_by_lifecycle_and_source() {
         let pod = |is_static, is_desired, lifecycle| Counted { is_static, is_desired, lifecycle };
         let metrics = Metrics::default();
         let mut working = Working::default();

@@ -1,5 +1,5 @@
-//! What the runtime has of one pod, read anew each time somebody asks. Details that cannot change any
-//! more (an exit code, a sandbox's addresses) are asked for once.
+//! Observation of one pod in the runtime, queried for each observation. Immutable details (an exit code, a
+//! sandbox's addresses) are queried once.
 
 use beelet_model::pod::selector;
 use beelet_model::status::timestamp;
@@ -16,33 +16,33 @@ use beelet_base::{blocking::blocking, process::FirstProcess};
 use beelet_cri::{Error, Runtime, pid_of};
 use beelet_model::{labels, request::Listed};
 
-/// One look at a pod.
+/// The runtime's state of one pod at one time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Observation {
-    /// As decisions take it.
+    /// The pod's sandboxes and containers, the input of decisions.
     pub pod: pod::Observed,
-    /// The sandbox that counts, if one is ready.
+    /// The current sandbox, if one is ready.
     pub sandbox: Option<SandboxDetail>,
-    /// The runtime's words on each container, by identifier. Behind pointers: a map sets aside room for
-    /// several values, which are large.
+    /// The runtime's status of each container, by identifier. The values are pointers: a map node reserves
+    /// memory for several values, and a status is large.
     pub containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
-    /// The first processes of what runs, by identifier: of containers, and of the sandbox that counts.
+    /// First processes of running containers and of the current sandbox, by identifier.
     pub processes: BTreeMap<String, FirstProcess>,
 }
 
 impl Observation {
-    /// Returns true if anything in a sandbox may still run, itself included.
+    /// Returns true if a sandbox or one of its containers may still run.
     pub(crate) fn may_run_in(&self, sandbox: &str) -> bool {
         let ready = self.pod.sandboxes.iter().any(|s| s.id == sandbox && s.ready);
         ready || self.pod.containers.iter().any(|c| c.sandbox_id == sandbox && is_alive(c))
     }
 
-    /// Returns true if anything of the pod may still run.
+    /// Returns true if a sandbox or a container of the pod may still run.
     pub(crate) fn may_run(&self) -> bool {
         self.pod.sandboxes.iter().any(|s| s.ready) || self.pod.containers.iter().any(is_alive)
     }
 
-    /// The newest container of a name: the one the pod's status speaks of.
+    /// Returns the newest container with this name, which the pod's status shows.
     pub(crate) fn newest(&self, name: &str) -> Option<&pod::Container> {
         self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))
     }
@@ -53,7 +53,7 @@ impl Observation {
         all.any(|c| c.id == id && matches!(c.state, pod::ContainerState::Running { .. }))
     }
 
-    /// The same look with the runtime's newer word on one container.
+    /// Returns the observation with a newer status of one container.
     #[must_use]
     pub(crate) fn with_newer(mut self, newer: &Arc<cri::ContainerStatus>) -> Self {
         for container in self.pod.containers.iter_mut().filter(|c| c.id == newer.id) {
@@ -65,24 +65,25 @@ impl Observation {
     }
 }
 
-/// Returns true if a container runs, or may run for all that is known.
+/// Returns true if a container runs or its state is unknown.
 pub(crate) fn is_alive(container: &pod::Container) -> bool {
     matches!(container.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
 }
 
-/// What one step has made of a pod, as the runtime's answers tell. A runtime goes through all it has for each
-/// list that it is asked for: with a thousand pods, half of what a pod's start costs.
+/// Sandbox and containers that one step created, from the runtime's responses. They replace a list from the
+/// runtime, which iterates over all its objects for each list: with a thousand pods, that is half of the cost
+/// of a pod's start.
 #[derive(Debug, Default)]
 pub(crate) struct Made {
-    /// A sandbox's identifier and attempt.
+    /// The sandbox's identifier and attempt.
     pub sandbox: Option<(String, u32)>,
-    /// Containers that run, by identifier.
+    /// Started containers, by identifier.
     pub containers: Vec<(String, pod::Start)>,
 }
 
 impl Made {
-    /// What the runtime would list now of a pod of which nothing has changed since but this. The state of
-    /// what is new is asked for all the same.
+    /// Returns the list that the runtime would return now, if the pod has no other changes since the
+    /// observation. The observer still queries the status of new containers.
     pub(crate) fn listed_after(self, seen: &Observation) -> Listed {
         let mut sandboxes: Vec<_> = seen.pod.sandboxes.iter().map(listed_sandbox).collect();
         sandboxes.extend(
@@ -123,7 +124,7 @@ pub(crate) struct SandboxDetail {
     pub netns: Option<PathBuf>,
 }
 
-/// A running sandbox's way into the network.
+/// Network of a running sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Network {
     /// See [`SandboxDetail::ips`].
@@ -132,26 +133,26 @@ pub(crate) struct Network {
     pub netns: Option<PathBuf>,
 }
 
-/// What is known of a pod before its first look. A thousand pods are looked at at once when an agent starts,
-/// and what would be asked for them is most of the runtime's work in that time.
+/// Facts about a pod from before its first observation. An agent that starts observes a thousand pods at
+/// once, and the queries that these facts replace would be most of the runtime's load during that time.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Foreknown {
-    /// What the runtime has just listed, nothing having been done with the pod since.
+    /// A recent list from the runtime, since which the pod has not changed.
     pub listed: Option<Listed>,
-    /// The first processes of what ran, by identifier, as the agent before had them of the runtime.
+    /// First processes of the containers and the sandbox, by identifier, from an earlier agent's record.
     pub processes: BTreeMap<String, FirstProcess>,
-    /// The network of the sandbox among them. It stays what it is while that runs.
+    /// Network of the sandbox, which does not change while the sandbox runs.
     pub network: Option<Network>,
 }
 
 impl Foreknown {
-    /// The first process of something, if it runs still.
+    /// Returns the first process of a container or sandbox, if the process still runs.
     fn running(&self, id: &str) -> Option<FirstProcess> {
         self.processes.get(id).copied().filter(FirstProcess::runs)
     }
 }
 
-/// Looks at one pod.
+/// Observer of one pod in the runtime.
 #[derive(Debug)]
 pub(crate) struct Observer {
     runtime: Runtime,
@@ -163,27 +164,27 @@ pub(crate) struct Observer {
 }
 
 impl Observer {
-    /// An observer of the pod with this UID.
+    /// Returns an observer of the pod with this UID.
     pub(crate) fn new(runtime: Runtime, uid: String, known: Foreknown) -> Self {
         let (containers, processes) = (BTreeMap::new(), BTreeMap::new());
         Self { runtime, uid, known, sandbox: None, containers, processes }
     }
 
-    /// Takes in what the runtime said of a container to somebody else, with the container's last words.
+    /// Records a container's status that another part queried, with the container's termination message.
     pub(crate) fn record(&mut self, status: Arc<cri::ContainerStatus>) {
         if self.containers.contains_key(&status.id) {
             self.containers.insert(status.id.clone(), status);
         }
     }
 
-    /// What was listed of the pod somewhere else holds for the next look.
+    /// Sets a list from another part for the next observation.
     pub(crate) fn expect(&mut self, listed: Listed) {
         self.known.listed = Some(listed);
     }
 
-    /// Asks the runtime. Objects that vanish while it answers are left out.
+    /// Queries the runtime. Omits objects that disappear between two queries.
     pub(crate) async fn observe(&mut self) -> Result<Observation, Error> {
-        // Kept until the look succeeds: one that fails is made again, and need not list anew.
+        // A failed observation keeps the list for the next try.
         let Listed { sandboxes, containers } = match &self.known.listed {
             Some(listed) => listed.clone(),
             None => self.list().await?,
@@ -238,7 +239,7 @@ impl Observer {
         Ok(())
     }
 
-    /// A container's status, and of a running one its first process.
+    /// Returns a container's status and, if the container runs, its first process.
     async fn container_status(
         &self,
         id: &str,
@@ -283,17 +284,18 @@ impl Observer {
     }
 }
 
-/// The statuses, with what ended containers have said behind what the runtime says of their end.
+/// Returns the statuses, with the termination messages of ended containers appended to the runtime's
+/// messages.
 pub(crate) async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<cri::ContainerStatus> {
     if !statuses.iter().any(|status| status.state() == cri::ContainerState::ContainerExited) {
         return statuses;
     }
-    blocking("reading the last words of containers", move || {
+    blocking("reading the termination messages of containers", move || {
         let mut statuses = statuses;
         for status in &mut statuses {
-            let Some(words) = termination::message(status) else { continue };
+            let Some(text) = termination::message(status) else { continue };
             status.message =
-                if status.message.is_empty() { words } else { format!("{}: {words}", status.message) };
+                if status.message.is_empty() { text } else { format!("{}: {text}", status.message) };
         }
         statuses
     })
@@ -308,7 +310,7 @@ fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {
     }
 }
 
-/// Addresses, and the network namespace from the runtime's verbose words.
+/// Returns the addresses of a sandbox, and its network namespace from the runtime's verbose status.
 fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
     let status = response.status.as_ref();
     let network = status.and_then(|s| s.network.as_ref());
@@ -318,15 +320,15 @@ fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
     });
     let options = status.and_then(|s| s.linux.as_ref()?.namespaces.as_ref()?.options.as_ref());
     let on_host = options.is_some_and(|o| o.network == i32::from(cri::NamespaceMode::Node));
-    let told = || response.info.get("info").and_then(|info| netns(info));
-    let netns = if on_host { None } else { told() };
+    let reported = || response.info.get("info").and_then(|info| netns(info));
+    let netns = if on_host { None } else { reported() };
     SandboxDetail { id: id.to_owned(), ips: ips.collect(), netns }
 }
 
-/// The network namespace in containerd's and CRI-O's verbose status: the OCI spec's, else the sandbox
-/// process's own.
+/// Returns the network namespace in containerd's and CRI-O's verbose status: the OCI spec's, else that of the
+/// sandbox process.
 fn netns(info: &str) -> Option<PathBuf> {
-    // The rest, tens of kilobytes, is skipped.
+    // The other fields, tens of kilobytes, are skipped.
     #[derive(Default, Deserialize)]
     #[serde(default, rename_all = "camelCase")]
     struct Info {
@@ -356,9 +358,9 @@ fn netns(info: &str) -> Option<PathBuf> {
 
 fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
     let metadata = status.metadata.as_ref().or(listed.metadata.as_ref());
-    let noted = |annotation: &str| listed.annotations.get(annotation);
+    let annotated = |annotation: &str| listed.annotations.get(annotation);
     let delay =
-        noted(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).map_or(Duration::ZERO, bounds::seconds);
+        annotated(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).map_or(Duration::ZERO, bounds::seconds);
     pod::Container {
         id: listed.id.clone(),
         name: metadata.map(|m| m.name.clone()).unwrap_or_default(),
@@ -366,11 +368,11 @@ fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Con
         sandbox_id: listed.pod_sandbox_id.clone(),
         state: state(status),
         restart_delay: delay,
-        round: noted(labels::ROUND).and_then(|s| s.parse().ok()).unwrap_or(0),
+        round: annotated(labels::ROUND).and_then(|s| s.parse().ok()).unwrap_or(0),
     }
 }
 
-/// The inverse of [`sandbox`].
+/// Inverse of [`sandbox`].
 fn listed_sandbox(sandbox: &pod::Sandbox) -> cri::PodSandbox {
     let state = if sandbox.ready {
         cri::PodSandboxState::SandboxReady
@@ -385,9 +387,9 @@ fn listed_sandbox(sandbox: &pod::Sandbox) -> cri::PodSandbox {
     }
 }
 
-/// The inverse of [`container`].
+/// Inverse of [`container`].
 fn listed_container(container: &pod::Container, state: i32) -> cri::Container {
-    let noted = [
+    let annotations = [
         (labels::RESTART_DELAY, container.restart_delay.as_secs().to_string()),
         (labels::ROUND, container.round.to_string()),
     ];
@@ -396,7 +398,7 @@ fn listed_container(container: &pod::Container, state: i32) -> cri::Container {
         pod_sandbox_id: container.sandbox_id.clone(),
         metadata: Some(cri::ContainerMetadata { name: container.name.clone(), attempt: container.attempt }),
         state,
-        annotations: noted.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
+        annotations: annotations.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
         ..Default::default()
     }
 }
@@ -421,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_made_is_listed_beside_what_was_there() {
+    fn the_expected_list_has_old_and_new_objects() {
         let ready = |id: &str, attempt, ready| pod::Sandbox { id: id.to_owned(), attempt, ready };
         let container = |id: &str, attempt, round| pod::Container {
             id: id.to_owned(),

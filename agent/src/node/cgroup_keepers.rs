@@ -13,7 +13,7 @@ use beelet_pods::qos_tree;
 /// Starts both parts. The keeper sends `requests` to the pods' manager.
 pub(super) fn start(node: &Node, tasks: &mut Tasks, requests: mpsc::Sender<Request>) {
     let (services, cgroups) = (&node.services, &node.cgroups);
-    let keeper = qos_tree::Parts {
+    let keeper = qos_tree::Dependencies {
         table: services.table.clone(),
         cgroups: Arc::clone(cgroups),
         config: node.cgroup_config.clone(),

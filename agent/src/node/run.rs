@@ -219,7 +219,7 @@ async fn run_parts(
     tasks.spawn_optional("node shutdown", node_shutdown(&handles, goes_down).run(tasks.stop()));
     fill_cells(&node.late, &handles);
     let orphans = upkeep::orphan_sweep(&node, &records, &handles, volumes.clone());
-    let manager = Manager::new(manager::Parts {
+    let manager = Manager::new(manager::Dependencies {
         deps,
         runtime_name: node.version.runtime_name.clone(),
         desired: handles.desired.clone(),

@@ -1,4 +1,4 @@
-//! How often cgroups had to be set, and why.
+//! Metrics of cgroup changes by cause.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -6,14 +6,14 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Which cgroups.
+/// Level of cgroups, a label of the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// kubepods, the QoS classes, reserved daemons.
+    /// Cgroups of kubepods, of the QoS classes and of reserved daemons.
     Node,
-    /// Pods.
+    /// Cgroups of pods.
     Pod,
-    /// Containers.
+    /// Cgroups of containers.
     Container,
 }
 
@@ -43,39 +43,39 @@ struct Labels {
 pub struct Metrics {
     drift: Family<Labels, Counter>,
     updates: Family<Labels, Counter>,
-    /// Comparisons of all cgroups that left nothing to be tried again.
+    /// Comparisons of all cgroups without a failed write.
     pub(super) syncs: Counter,
-    /// Values that could not be written and are tried again.
+    /// Values whose write failed, and is retried.
     pub(super) pending: Gauge,
     pub(super) orphans_removed: Counter,
 }
 
 impl Metrics {
-    /// Adds them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "beelet_cgroup_drift",
-            "Values of cgroups that somebody else had changed and that were set right again",
+            "Cgroup values restored after another program had changed them",
             self.drift.clone(),
         );
         registry.register(
             "beelet_cgroup_updates",
-            "Values of cgroups that were changed because pods came, went or changed, or the runtime's formula differs",
+            "Cgroup values written because pods were added, removed or changed, or because the runtime's formula differs",
             self.updates.clone(),
         );
         registry.register(
             "beelet_cgroup_syncs",
-            "Comparisons of all cgroups with what pods ask for, after which nothing was left to be written",
+            "Comparisons of all cgroups with their wanted values without a failed write",
             self.syncs.clone(),
         );
         registry.register(
             "beelet_cgroup_pending",
-            "Values of cgroups that could not be written at the last try (a memory limit below what is in use)",
+            "Cgroup values that could not be written at the last try (such as a memory limit below the current usage)",
             self.pending.clone(),
         );
         registry.register(
             "beelet_cgroup_orphans_removed",
-            "Empty cgroups of pods that nobody knew, removed",
+            "Removed empty cgroups of unknown pods",
             self.orphans_removed.clone(),
         );
     }
@@ -85,13 +85,13 @@ impl Metrics {
         family.get_or_create(&level.labels()).inc_by(values as u64);
     }
 
-    /// Number of values that something else had changed.
+    /// Returns the number of values that another program had changed.
     #[must_use]
     pub fn drifted(&self, level: Level) -> u64 {
         self.drift.get_or_create(&level.labels()).get()
     }
 
-    /// Number of times that all cgroups were compared and set right.
+    /// Returns the number of comparisons of all cgroups without a failed write.
     #[must_use]
     pub fn syncs(&self) -> u64 {
         self.syncs.get()

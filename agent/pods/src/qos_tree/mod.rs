@@ -1,12 +1,12 @@
 //! Keeps the cgroups of the node, of the QoS classes, of pods and of running containers at the values that
-//! the pods on the node ask for.
+//! the specs of the pods on the node require.
 //!
-//! Everything is compared when the pods change (only what that changes) and every few seconds (all of it),
-//! and what differs is set right: what the runtime's own formulas made of a container, what a manifest
-//! changed of a running pod, what somebody else wrote. In an order in which no cgroup is ever held tighter
-//! than both its old and its new values hold it: the levels above are widened, then the containers are set
-//! through the runtime, which owns them, then the levels above are tightened. What can't be written now (a
-//! memory limit below what is in use) is tried again until it fits.
+//! The keeper compares the affected cgroups after each change of pods, and all cgroups every few seconds, and
+//! corrects differences: values from the runtime's own formulas, changes of a running pod's manifest, and
+//! values that another program wrote. At no time during a correction is a cgroup's limit below both its old
+//! and its new value: the keeper first raises the levels above containers, then updates the containers
+//! through the runtime, which owns them, and then lowers the levels above. A failed write (such as a memory
+//! limit below the current usage) is retried until it succeeds.
 
 mod containers;
 mod metrics;
@@ -40,66 +40,68 @@ use beelet_model::{
 
 type Values = BTreeMap<String, BTreeMap<String, String>>;
 
-/// How often everything is compared though no pod changed.
+/// Period of comparisons of all cgroups.
 pub const CHECK: Duration = Duration::from_secs(10);
-/// The pause before what failed is tried again; it doubles up to the time between two checks.
+/// Pause before a retry after a failure. Each further failure doubles the pause, up to the check period.
 const RETRY: Duration = Duration::from_millis(500);
-/// The pause after what a change of the pods made necessary is this many times what that took, and at most
-/// [`LONGEST_PAUSE`]: the values of all pods follow from all of them, and in a storm they change without end.
+/// Pause after a sync, as a multiple of the sync's duration; limited by [`LONGEST_PAUSE`]. Each sync computes
+/// the values from all pods, which change constantly during a burst.
 const PAUSE_PER_SYNC: u32 = 49;
+/// Longest pause after a sync.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// How long systemd may take to write all values anew, once it has said that it read its units.
+/// Time in which systemd writes all values again after it has reloaded its units.
 const REWRITE: Duration = Duration::from_millis(500);
 
-/// The values for these pods.
+/// Returns the values for these pods.
 ///
 /// # Errors
-/// A pod's amounts can't be read.
+/// A pod has an invalid resource amount.
 pub fn values(pods: &[&core::Pod], config: &CgroupConfig) -> Result<Values, Error> {
     let decided = node_cgroups(pods, config).map_err(|error| Error::Spec(error.to_string()))?;
     Ok(decided.into_iter().map(|cgroup| (cgroup.path, cgroup.files)).collect())
 }
 
-/// Writes `wanted`, parents raised first and lowered last.
+/// Writes `wanted`; parents are raised first and lowered last.
 ///
 /// # Errors
-/// The cgroup tree does not take them.
+/// A cgroup cannot be created or written.
 pub async fn write(cgroups: &Arc<Cgroups>, wanted: Values) -> Result<(), Error> {
     let cgroups = Arc::clone(cgroups);
     Ok(blocking("writing the cgroups of pods", move || cgroups.ensure_all(&wanted)).await?)
 }
 
-/// What is needed to keep them.
+/// Dependencies of the keeper.
 #[derive(Debug)]
-pub struct Parts {
-    /// The pods. Those that have ended count no more.
+pub struct Dependencies {
+    /// The pods. Ended pods do not count.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// The cgroups.
+    /// The cgroup tree.
     pub cgroups: Arc<Cgroups>,
-    /// How values are computed.
+    /// Parameters of cgroup values.
     pub config: CgroupConfig,
-    /// Changes containers: they are the runtime's.
+    /// The runtime, which updates containers.
     pub runtime: Runtime,
-    /// The cgroups of daemons that something is reserved for, where that is enforced. Never made here.
+    /// Cgroups of daemons with reserved resources, if the reservation is enforced. The keeper does not create
+    /// these cgroups.
     pub reserved: Vec<CgroupValues>,
-    /// To the pods' manager, which needs to know when new amounts of a running pod are in force.
+    /// Channel to the pods' manager, for notifications of finished resizes.
     pub requests: mpsc::Sender<Request>,
     /// Counters and gauges.
     pub metrics: Metrics,
-    /// How often everything is compared: [`CHECK`].
+    /// Period of comparisons of all cgroups: [`CHECK`].
     pub check: Duration,
 }
 
-/// Follows the table until `shutdown`.
-pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
+/// Follows the pod table until `shutdown`.
+pub fn follow(deps: Dependencies, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
-        let check = parts.check;
-        let mut keeper = Keeper::new(parts);
+        let check = deps.check;
+        let mut keeper = Keeper::new(deps);
         let (mut next_check, mut pause) = (Instant::now().after(check), RETRY);
         let mut everything = true;
-        let mut rewrites = keeper.parts.cgroups.rewrites();
+        let mut rewrites = keeper.deps.cgroups.rewrites();
         loop {
-            let table = Arc::clone(&keeper.parts.table.borrow_and_update());
+            let table = Arc::clone(&keeper.deps.table.borrow_and_update());
             let began = Instant::now();
             if keeper.sync(&table, everything).await {
                 pause = RETRY;
@@ -108,13 +110,13 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
                 pause = (pause * 2).min(check);
             }
             if everything {
-                keeper.orphans.look(&keeper.parts, &table).await;
+                keeper.orphans.sweep(&keeper.deps, &table).await;
             }
             let next =
                 Instant::now().after(began.elapsed().saturating_mul(PAUSE_PER_SYNC).min(LONGEST_PAUSE));
             let changed = async {
                 tokio::time::sleep_until(next).await;
-                keeper.parts.table.changed().await
+                keeper.deps.table.changed().await
             };
             tokio::select! {
                 () = shutdown.cancelled() => return,
@@ -137,61 +139,61 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
     })
 }
 
-/// Waits until somebody else has written all values anew; for ever where nobody does that.
+/// Waits until systemd has reloaded its units and rewrites all values; forever without systemd.
 async fn rewritten(rewrites: &mut Option<watch::Receiver<u64>>) {
-    let told = match rewrites {
+    let is_rewritten = match rewrites {
         Some(rewrites) => rewrites.changed().await.is_ok(),
         None => false,
     };
-    if !told {
+    if !is_rewritten {
         std::future::pending::<()>().await;
     }
 }
 
 struct Keeper {
-    parts: Parts,
-    /// What was wanted and is written, by cgroup: from then on a difference is somebody else's doing.
+    deps: Dependencies,
+    /// Values that the keeper has written, by cgroup. A later difference is another program's change.
     kept: Values,
-    /// The same for containers, by their identifier.
+    /// Values that the keeper has written for containers, by container identifier.
     kept_containers: Values,
-    /// The pods that it was done for last.
+    /// The pods of the last sync.
     done: Arc<PodTable>,
-    /// One of them waited for its new amounts.
+    /// At the last sync, a pod was waiting for its resize.
     resizes: bool,
-    /// What was told to be wrong: it isn't told again until it is right.
-    told: BTreeSet<String>,
+    /// Failures that were logged, and are not logged again before they are resolved.
+    logged: BTreeSet<String>,
     orphans: Orphans,
 }
 
 impl Keeper {
-    fn new(parts: Parts) -> Self {
+    fn new(deps: Dependencies) -> Self {
         let (kept, kept_containers) = (Values::new(), Values::new());
         let done = Arc::default();
         Self {
-            parts,
+            deps,
             kept,
             kept_containers,
             done,
             resizes: false,
-            told: BTreeSet::new(),
+            logged: BTreeSet::new(),
             orphans: Orphans::default(),
         }
     }
 
-    /// Sets right what differs; false if something has to be tried again. Unless `everything` is to be
-    /// compared, only what is wanted otherwise than before is.
+    /// Corrects differences: in all cgroups if `everything` is set, else in those whose wanted values have
+    /// changed. Returns false if a retry is necessary.
     async fn sync(&mut self, table: &Arc<PodTable>, everything: bool) -> bool {
-        // Amounts may be written in another way and be the same; still somebody waits for them.
+        // A resize may only rewrite equal amounts in another notation, and still needs its confirmation.
         let changes = PodChanges::between(&self.done.pods, &table.pods);
         let resizes = self.resizes || resizes::any(changes.changed.iter().map(|(_, entry)| *entry));
         if !everything && !resizes && wanted::is_same(&self.done.pods, &changes) {
             self.done = Arc::clone(table);
             return true;
         }
-        let wanted = match Wanted::of(table, &self.parts.config, &self.parts.reserved) {
+        let wanted = match Wanted::of(table, &self.deps.config, &self.deps.reserved) {
             Ok(wanted) => wanted,
             Err(error) => {
-                warn!(%error, "the cgroups' values can't be computed");
+                warn!(%error, "cannot compute the values of cgroups");
                 return false;
             }
         };
@@ -200,18 +202,18 @@ impl Keeper {
         let mut failed = self.write(&wanted, everything).await;
         failed.sort();
         failed.dedup();
-        self.parts.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
+        self.deps.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
         self.warn_of_new(&failed);
-        resizes::report(&self.parts, table, &wanted, &failed).await;
+        resizes::report(&self.deps, table, &wanted, &failed).await;
         self.resizes = resizes::any(table.pods.values());
         self.done = Arc::clone(table);
         if everything && failed.is_empty() {
-            self.parts.metrics.syncs.inc();
+            self.deps.metrics.syncs.inc();
         }
         failed.is_empty()
     }
 
-    /// Sets right what differs; what could not be, a sentence each.
+    /// Corrects differences. Returns the messages of failures.
     async fn write(&mut self, wanted: &Wanted, everything: bool) -> Vec<String> {
         let mut levels: Vec<_> = wanted.levels.iter().collect();
         let mut containers: Vec<&String> = wanted.containers.keys().collect();
@@ -224,7 +226,7 @@ impl Keeper {
         }
         let levels = levels.into_iter().map(|(path, files)| (path.clone(), files.clone())).collect();
         let mut failed = Vec::new();
-        let compared = containers::compare(&self.parts.cgroups, wanted, &containers).await;
+        let compared = containers::compare(&self.deps.cgroups, wanted, &containers).await;
         containers.retain(|id| !compared.absent.contains(id));
         if !compared.differing.is_empty() {
             let report = self.adjust(&levels, Adjust::Wider).await;
@@ -233,12 +235,15 @@ impl Keeper {
         for (id, path) in compared.differing {
             let container = &wanted.containers[&id];
             let drifted = self.kept_containers.get(&id) == Some(&container.files);
-            match containers::correct(&self.parts, &id, &path, container).await {
+            match containers::correct(&self.deps, &id, &path, container).await {
                 Ok(changed) => {
-                    self.parts.metrics.changed(Level::Container, changed, drifted);
+                    self.deps.metrics.changed(Level::Container, changed, drifted);
                     if drifted && changed > 0 {
-                        info!(pod = %container.pod, container = container.name, "values of a container's cgroup were changed by \
-                            somebody else, and are set right again");
+                        info!(
+                            pod = %container.pod,
+                            container = container.name,
+                            "restored values of a container's cgroup (another program had changed them)"
+                        );
                     }
                 }
                 Err(error) => {
@@ -248,9 +253,10 @@ impl Keeper {
                 }
             }
         }
-        let there = containers.into_iter().map(|id| (id.clone(), wanted.containers[id].files.clone()));
-        self.kept_containers.extend(there);
-        // Before they are compared: a pod's worker makes cgroups meanwhile, and those were not.
+        let existing = containers.into_iter().map(|id| (id.clone(), wanted.containers[id].files.clone()));
+        self.kept_containers.extend(existing);
+        // This check precedes the write: pod workers create cgroups concurrently, and those are not written
+        // yet.
         let new = levels.iter().filter(|(path, files)| !self.is_kept(path, files));
         let compared =
             self.that_exist(new.map(|(path, files)| (path.clone(), files.clone())).collect()).await;
@@ -266,34 +272,34 @@ impl Keeper {
         self.kept.get(path) == Some(files)
     }
 
-    /// Those that there are, wherever they have values: what is made later begins with others, which is
-    /// nobody's doing.
+    /// Returns the levels whose cgroups exist in all hierarchies. The initial values of a cgroup that is
+    /// created later are not another program's change.
     async fn that_exist(&self, mut levels: Values) -> Values {
-        let cgroups = Arc::clone(&self.parts.cgroups);
-        let look = move || {
+        let cgroups = Arc::clone(&self.deps.cgroups);
+        let filter = move || {
             levels.retain(|path, files| cgroups.has_all(path, files));
             levels
         };
-        blocking("looking which cgroups are there", look).await
+        blocking("checking which cgroups exist", filter).await
     }
 
     async fn adjust(&self, levels: &Values, how: Adjust) -> Adjusted {
-        let (cgroups, levels) = (Arc::clone(&self.parts.cgroups), levels.clone());
+        let (cgroups, levels) = (Arc::clone(&self.deps.cgroups), levels.clone());
         blocking("setting cgroups of pods", move || cgroups.adjust(&levels, how)).await
     }
 
-    /// Counts what was written, by its reason; the failures in words.
+    /// Counts written values by cause. Returns the messages of failures.
     fn count_levels(&self, levels: &Values, report: Adjusted) -> Vec<String> {
         for change in &report.changed {
             let drifted = self.kept.get(&change.cgroup) == levels.get(&change.cgroup);
-            self.parts.metrics.changed(Level::of(&change.cgroup), 1, drifted);
+            self.deps.metrics.changed(Level::of(&change.cgroup), 1, drifted);
             if drifted {
                 info!(
                     cgroup = change.cgroup,
                     file = change.file,
                     found = change.from,
                     set = change.to,
-                    "a cgroup's value was changed by somebody else, and is set right again"
+                    "restored a cgroup's value (another program had changed it)"
                 );
             } else {
                 debug!(
@@ -309,9 +315,9 @@ impl Keeper {
     }
 
     fn warn_of_new(&mut self, failed: &[String]) {
-        for error in failed.iter().filter(|error| !self.told.contains(*error)) {
-            warn!(error, "a cgroup's value could not be set; it is tried again");
+        for error in failed.iter().filter(|error| !self.logged.contains(*error)) {
+            warn!(error, "cannot set a cgroup's value, retrying");
         }
-        self.told = failed.iter().cloned().collect();
+        self.logged = failed.iter().cloned().collect();
     }
 }

@@ -1,9 +1,9 @@
-//! Pods' cgroups that no pod belongs to: an agent that lost its records has left them.
+//! Removal of orphaned cgroups: cgroups of pods that the agent does not know, for instance after the loss of
+//! its records.
 //!
-//! Pods that the agent knows of clean up after themselves, in their workers. What is found here may as well
-//! belong to another program that uses the same cgroup root with another runtime; so only what is empty is
-//! removed, and only after it has been nobody's for a while. One that has processes is logged, and never
-//! killed.
+//! Workers remove the cgroups of known pods. An orphaned cgroup may belong to another program that uses the
+//! same cgroup root with another runtime. Therefore only empty cgroups are removed, and only after they have
+//! been unknown for a while. A cgroup with processes is logged, and its processes are never killed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,24 +14,24 @@ use std::{
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::Parts;
+use super::Dependencies;
 use beelet_base::blocking::blocking;
 use beelet_model::table::PodTable;
 
-/// How long a cgroup must have been nobody's.
+/// Time for which a cgroup must have been unknown before its removal.
 const UNKNOWN_FOR: Duration = Duration::from_secs(60);
 
-/// Cgroups that were nobody's when last looked at.
+/// Orphaned cgroups of the last sweep.
 #[derive(Debug, Default)]
 pub(super) struct Orphans {
     since: BTreeMap<String, Instant>,
-    told: BTreeSet<String>,
+    logged: BTreeSet<String>,
 }
 
 impl Orphans {
-    /// Looks for them, and removes those that have been empty and nobody's for long enough.
-    pub(super) async fn look(&mut self, parts: &Parts, table: &PodTable) {
-        let cgroups = Arc::clone(&parts.cgroups);
+    /// Lists cgroups, and removes empty ones that have been unknown for [`UNKNOWN_FOR`].
+    pub(super) async fn sweep(&mut self, deps: &Dependencies, table: &PodTable) {
+        let cgroups = Arc::clone(&deps.cgroups);
         let Ok(listed) = blocking("listing cgroups of pods", move || cgroups.list_pods()).await else {
             return;
         };
@@ -40,7 +40,7 @@ impl Orphans {
         let unknown: BTreeSet<String> =
             listed.into_iter().filter(|path| !known.contains(uid_of(path))).collect();
         self.since.retain(|path, _| unknown.contains(path));
-        self.told.retain(|path| unknown.contains(path));
+        self.logged.retain(|path| unknown.contains(path));
         for path in unknown {
             self.since.entry(path).or_insert_with(Instant::now);
         }
@@ -49,34 +49,37 @@ impl Orphans {
         if old.is_empty() {
             return;
         }
-        // Asked last: a pod that is just being started has its sandbox before it has anything else.
-        let Ok(sandboxes) = parts.runtime.list_sandboxes(None).await else { return };
+        // The list of sandboxes is last: a starting pod has its sandbox before its other parts.
+        let Ok(sandboxes) = deps.runtime.list_sandboxes(None).await else { return };
         let uids: BTreeSet<&str> =
             sandboxes.iter().filter_map(|sandbox| Some(sandbox.metadata.as_ref()?.uid.as_str())).collect();
         for path in old.into_iter().filter(|path| !uids.contains(uid_of(path))) {
-            self.remove(parts, path).await;
+            self.remove(deps, path).await;
         }
     }
 
-    async fn remove(&mut self, parts: &Parts, path: String) {
-        let (cgroups, cgroup) = (Arc::clone(&parts.cgroups), path.clone());
+    async fn remove(&mut self, deps: &Dependencies, path: String) {
+        let (cgroups, cgroup) = (Arc::clone(&deps.cgroups), path.clone());
         match blocking("removing a pod's cgroup", move || cgroups.remove(&cgroup)).await {
             Ok(()) => {
-                info!(cgroup = path, "an empty cgroup of a pod that nobody knows is removed");
-                parts.metrics.orphans_removed.inc();
+                info!(cgroup = path, "removed orphaned cgroup (empty, of an unknown pod)");
+                deps.metrics.orphans_removed.inc();
                 self.since.remove(&path);
             }
             Err(error) => {
-                if self.told.insert(path) {
-                    warn!(%error, "a pod's cgroup belongs to no pod of this node and is left alone; if it is no other \
-                        agent's, end its processes and it is removed");
+                if self.logged.insert(path) {
+                    warn!(
+                        %error,
+                        "cannot remove orphaned cgroup of an unknown pod; unless another agent uses it, end its \
+                        processes, and this agent removes it"
+                    );
                 }
             }
         }
     }
 }
 
-/// The UID that a pod's cgroup is named by.
+/// Returns the pod's UID in the name of a cgroup.
 fn uid_of(path: &str) -> &str {
     path.rsplit('/').next().and_then(|name| name.strip_prefix("pod")).unwrap_or_default()
 }

@@ -1,10 +1,11 @@
-//! When the new amounts of a running pod are in force: once its cgroup and those of its containers hold them.
+//! Confirmation of in-place resizes: the new amounts of a running pod are in force once its cgroup and those
+//! of its containers have them.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use k8s_openapi::api::core::v1 as core;
 
-use super::{Parts, Values, wanted::Wanted};
+use super::{Dependencies, Values, wanted::Wanted};
 use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 use beelet_model::pod::running;
@@ -14,16 +15,17 @@ use beelet_model::{
 };
 use beelet_spec::resize;
 
-/// Returns true if any of the pods waits for its new amounts.
+/// Returns true if a resize of any of the pods is in progress.
 pub(super) fn any<'a>(mut pods: impl Iterator<Item = &'a Arc<PodEntry>>) -> bool {
     pods.any(|entry| resize::is_in_progress(&entry.pod))
 }
 
-/// Tells the pods' manager of each that waits, and has them, or can't have them now: `failed` says why.
-pub(super) async fn report(parts: &Parts, table: &PodTable, wanted: &Wanted, failed: &[String]) {
+/// Notifies the pods' manager of each resize in progress that is in force now, or that failed with an error
+/// in `failed`.
+pub(super) async fn report(deps: &Dependencies, table: &PodTable, wanted: &Wanted, failed: &[String]) {
     for entry in table.pods.values().filter(|entry| resize::is_in_progress(&entry.pod)) {
         let Some(uid) = entry.pod.metadata.uid.clone() else { continue };
-        let amounts = if holds(&parts.cgroups, wanted, entry).await {
+        let amounts = if holds(&deps.cgroups, wanted, entry).await {
             let amounts =
                 |(id, container): (&str, &core::Container)| (id.to_owned(), resize::amounts(container));
             let whole = (uid.clone(), resize::pod_amounts(&entry.pod));
@@ -31,17 +33,17 @@ pub(super) async fn report(parts: &Parts, table: &PodTable, wanted: &Wanted, fai
         } else {
             let of_container = format!("{} (", PodName::of(&entry.pod));
             let own = |error: &&String| error.starts_with(&of_container) || error.contains(&uid);
-            // Without an error it has not been its turn yet.
+            // Without an error, the keeper has not written the new amounts yet.
             let Some(error) = failed.iter().find(own) else { continue };
             Err(error.clone())
         };
-        // The manager is gone only when everything ends.
-        let _ = parts.requests.send(Request::Enacted { uid, amounts }).await;
+        // The manager ends only with the agent.
+        let _ = deps.requests.send(Request::Enacted { uid, amounts }).await;
     }
 }
 
-/// Returns true if the cgroups of the pod and of its running containers hold what is wanted. One that isn't
-/// there holds nobody to anything.
+/// Returns true if the cgroups of the pod and of its running containers have the wanted values. Missing
+/// cgroups are ignored.
 async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> bool {
     let mut levels = Values::new();
     let mut containers = Vec::new();
@@ -53,7 +55,7 @@ async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> boo
         containers.push((id.to_owned(), container.parent.clone(), container.files.clone()));
     }
     let cgroups = Arc::clone(cgroups);
-    let look = move || {
+    let compare = move || {
         let found = containers
             .into_iter()
             .filter_map(|(id, parent, files)| Some((cgroups.container_path(&parent, &id)?, files)));
@@ -63,5 +65,5 @@ async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> boo
             changes.is_empty() && failed.is_empty()
         })
     };
-    blocking("comparing cgroups of a resize", look).await
+    blocking("comparing cgroups of a resize", compare).await
 }

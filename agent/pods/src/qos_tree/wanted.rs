@@ -1,4 +1,4 @@
-//! What the cgroups of a node must hold, by the pods on it. Pure.
+//! Wanted values of the node's cgroups, computed from the pods on the node. Pure.
 
 use beelet_model::pod::running;
 use std::{collections::BTreeMap, sync::Arc};
@@ -13,32 +13,35 @@ use crate::error::Error;
 use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
 use beelet_spec::definition::awaits_restart;
 
-/// All values that are to be kept.
+/// Wanted values of all cgroups.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Wanted {
-    /// Of everything above the containers.
+    /// Values of the cgroups above containers.
     pub(super) levels: Values,
-    /// Of the running containers, by the runtime's identifier.
+    /// Values of running containers, by the runtime's identifier.
     pub(super) containers: BTreeMap<String, WantedContainer>,
 }
 
-/// A running container.
+/// Wanted values of a running container.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct WantedContainer {
-    /// Its pod.
+    /// Name of the pod.
     pub(super) pod: PodName,
-    /// Its name in the pod.
+    /// Name of the container in the pod.
     pub(super) name: String,
-    /// Its pod's cgroup.
+    /// Cgroup of the pod.
     pub(super) parent: String,
-    /// What its cgroup's files must hold.
+    /// Values by file of the container's cgroup.
     pub(super) files: BTreeMap<String, String>,
-    /// The same as the runtime is asked for it.
+    /// The same values as resources for the runtime.
     pub(super) resources: ContainerResources,
 }
 
 impl Wanted {
-    /// The values for the pods of `table` of which anything may run; a sentence if an amount can't be read.
+    /// Returns the wanted values for the pods of `table` that have not ended.
+    ///
+    /// # Errors
+    /// A pod has an invalid resource amount.
     pub(super) fn of(
         table: &PodTable,
         config: &CgroupConfig,
@@ -54,7 +57,7 @@ impl Wanted {
             let in_pod =
                 |e: beelet_units::field::FieldError| Error::Spec(format!("{}: {e}", PodName::of(pod)));
             let cgroup = pod_cgroup(pod, config).map_err(in_pod)?;
-            // One that gets its amounts by a restart keeps those it has until then.
+            // A container that needs a restart for new amounts keeps its current amounts until then.
             for (id, container) in running(pod).filter(|(_, container)| !awaits_restart(pod, container)) {
                 let container = WantedContainer {
                     pod: PodName::of(pod),
@@ -71,8 +74,8 @@ impl Wanted {
     }
 }
 
-/// Returns true if the same is wanted after these changes as before, as can be seen without working it out: a
-/// pod that only became ready, or unready, is passed over.
+/// Returns true if these changes certainly leave the wanted values unchanged, because only the readiness of
+/// pods has changed.
 pub(super) fn is_same(before: &Pods, changes: &PodChanges<'_>) -> bool {
     let same = |(name, now): &(&PodName, &Arc<PodEntry>)| {
         before.get(*name).is_some_and(|before| without_readiness(&before.pod) == without_readiness(&now.pod))
@@ -154,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_became_unready_wants_what_it_wanted_and_one_with_another_container_may_not() {
+    fn readiness_leaves_wanted_values_unchanged_and_other_changes_may_not() {
         let one = pod("a", "Running", "running");
         let mut other = one.clone();
         other["status"]["containerStatuses"][0]["ready"] = json!(false);
@@ -168,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_cgroups_are_kept_beside_the_pods() {
+    fn reserved_cgroups_have_wanted_values_too() {
         let reserved = CgroupValues {
             path: "/system".to_owned(),
             files: BTreeMap::from([("cpu.shares".to_owned(), "512".to_owned())]),
