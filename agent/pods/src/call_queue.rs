@@ -1,7 +1,7 @@
-//! The queue of calls that make sandboxes and containers: at most [`StartLimit`] calls at the same time, the
-//! most urgent first, and of those the pod that has come furthest. Of a hundred pods that are applied at once
-//! the first then runs long before the last has a sandbox. Stops, pulls and probes never wait, however many
-//! pods start; looks wait only for other looks.
+//! The queue of calls that create sandboxes and containers. At most [`StartLimit`] calls run concurrently:
+//! the most urgent first and, among equally urgent ones, those of the pod that is closest to running. Of a
+//! hundred pods applied together, the first then runs long before the last has a sandbox. Stops, pulls and
+//! probes never wait in this queue; observations wait only for other observations.
 
 use std::{
     cmp::Reverse,
@@ -17,13 +17,13 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// A call that takes longer hangs: it gives its permit to another, and its duration does not count.
+/// Duration after which a call counts as hanging: its permit is released, and its duration is not recorded.
 const HANGS: Duration = Duration::from_secs(10);
-/// Looks at the same time. An agent that starts on a node of thousands of pods looks at each: all looks at
-/// once take longer than a call may, and end the connection that they share.
-const LOOKS: usize = 128;
+/// Most concurrent observations. An agent that starts on a node with thousands of pods observes each: too
+/// many concurrent queries exceed their timeout and close the connection that they share.
+const MAX_OBSERVATIONS: usize = 128;
 
-/// Urgency of a call: the pod's priority, then pods first that ran before.
+/// Urgency of a call: the pod's priority, then restarts before first starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Urgency {
     priority: Reverse<i32>,
@@ -31,22 +31,22 @@ pub(crate) struct Urgency {
 }
 
 impl Urgency {
-    /// The urgency for a pod of that priority. `again`: a part of the pod ran before, and is missed now.
+    /// Returns the urgency for a pod with this priority. `again` is true for a restart.
     pub(crate) fn new(priority: i32, again: bool) -> Self {
         Self { priority: Reverse(priority), is_new: !again }
     }
 }
 
-/// Queues calls. Clones share the queue.
+/// Queue of calls, shared by clones.
 #[derive(Clone, Debug)]
 pub(crate) struct CallQueue {
     inner: Arc<Mutex<Inner>>,
-    looks: Arc<Semaphore>,
+    observations: Arc<Semaphore>,
 }
 
 impl Default for CallQueue {
     fn default() -> Self {
-        Self { inner: Arc::default(), looks: Arc::new(Semaphore::new(LOOKS)) }
+        Self { inner: Arc::default(), observations: Arc::new(Semaphore::new(MAX_OBSERVATIONS)) }
     }
 }
 
@@ -54,22 +54,23 @@ impl Default for CallQueue {
 struct Inner {
     limit: StartLimit,
     under_way: usize,
-    /// Calls that wait: the most urgent first, then the last call of a pod, then in the order of arrival.
+    /// Waiting calls, ordered by urgency, then by the call's position in a pod's start (later calls first),
+    /// then by arrival.
     waiting: BTreeMap<(Urgency, Reverse<Call>, u64), oneshot::Sender<Permit>>,
     came: u64,
 }
 
-/// Permit for one call, returned when it is dropped.
+/// Permit for one call. Dropping the permit releases it.
 #[derive(Debug)]
 struct Permit {
     queue: CallQueue,
-    /// Number of calls under way when the call began, with itself.
+    /// Number of running calls when the call began, including the call itself.
     under_way: usize,
 }
 
 impl CallQueue {
-    /// Makes a call once it has a permit. The future of a call is large: boxed, it doesn't grow the futures
-    /// that wait for it.
+    /// Executes a call once it has a permit. The large future of a call is boxed, so that the futures that
+    /// wait for the call stay small.
     pub(crate) async fn call<T, E>(
         &self,
         urgency: Urgency,
@@ -85,11 +86,11 @@ impl CallQueue {
         made
     }
 
-    /// Looks at a pod while fewer than [`LOOKS`] other looks are under way.
-    pub(crate) async fn observe<T>(&self, look: impl Future<Output = T>) -> T {
+    /// Observes a pod once fewer than [`MAX_OBSERVATIONS`] other observations are running.
+    pub(crate) async fn observe<T>(&self, observation: impl Future<Output = T>) -> T {
         // The semaphore is never closed.
-        let permit = self.looks.acquire().await;
-        holding(permit, look).await.0
+        let permit = self.observations.acquire().await;
+        holding(permit, observation).await.0
     }
 
     async fn permit(&self, urgency: Urgency, call: Call) -> Permit {
@@ -99,17 +100,17 @@ impl CallQueue {
             inner.waiting.insert((urgency, Reverse(call), inner.came), sender);
         });
         self.admit();
-        // A sender is dropped only with a permit sent, or with the whole queue.
+        // The sender is dropped only after it has sent a permit, or with the whole queue.
         match receiver.await {
             Ok(permit) => permit,
             Err(_) => std::future::pending().await,
         }
     }
 
-    /// Gives permits to as many calls as may have one now.
+    /// Grants permits to all calls that may begin now.
     fn admit(&self) {
         while let Some((sender, under_way)) = self.with(Inner::next) {
-            // A caller may have given up just now: then the permit comes back at once.
+            // If the caller was cancelled in the meantime, the failed send drops and releases the permit.
             drop(sender.send(Permit { queue: self.clone(), under_way }));
         }
     }
@@ -119,7 +120,7 @@ impl CallQueue {
     }
 }
 
-/// Does work with a permit. Returns the permit, unless the work hung and the permit went to another call.
+/// Runs work while holding a permit. Returns the permit, unless the work hung and the permit was released.
 async fn holding<G, T>(permit: G, work: impl Future<Output = T>) -> (T, Option<G>) {
     let mut work = std::pin::pin!(work);
     tokio::select! {
@@ -132,7 +133,7 @@ async fn holding<G, T>(permit: G, work: impl Future<Output = T>) -> (T, Option<G
 }
 
 impl Inner {
-    /// The next call that may begin, and the number of calls under way then.
+    /// Returns the next call that may begin, with the number of running calls including it.
     fn next(&mut self) -> Option<(oneshot::Sender<Permit>, usize)> {
         while self.under_way < self.limit.calls() {
             let (_, sender) = self.waiting.pop_first()?;
@@ -157,7 +158,7 @@ mod tests {
     use super::*;
     use tokio::sync::mpsc;
 
-    /// Calls that begin, by number, and end when they are told to.
+    /// Numbered calls, which report their begin and end on request.
     struct Calls {
         queue: CallQueue,
         begun: (mpsc::UnboundedSender<u32>, mpsc::UnboundedReceiver<u32>),
@@ -168,7 +169,7 @@ mod tests {
             Self { queue: CallQueue::default(), begun: mpsc::unbounded_channel() }
         }
 
-        /// One that waits for its end.
+        /// Starts a call that runs until the returned sender is used.
         fn call(&self, number: u32, urgency: Urgency) -> (tokio::task::JoinHandle<()>, oneshot::Sender<()>) {
             self.call_of(Call::RunSandbox, number, urgency)
         }
@@ -198,14 +199,14 @@ mod tests {
     const USUAL: Urgency = Urgency { priority: Reverse(0), is_new: true };
 
     #[tokio::test(start_paused = true)]
-    async fn the_most_urgent_go_first_then_what_ran_before_then_the_pod_that_has_come_furthest() {
+    async fn order_is_by_priority_then_restarts_then_progress_of_the_pod() {
         let mut calls = Calls::new();
         let most = StartLimit::default().calls();
         let mut under_way: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
         for _ in 0..most {
             assert_eq!(calls.next().await, 0);
         }
-        // One that gives up holds nobody back.
+        // A cancelled call delays no other call.
         let (gone, _end) = calls.call(9, Urgency::new(i32::MAX, true));
         tokio::task::yield_now().await;
         gone.abort();
@@ -223,13 +224,13 @@ mod tests {
             waiting.insert(number, calls.call_of(call, number, urgency));
             tokio::task::yield_now().await;
         }
-        assert!(calls.begun.1.try_recv().is_err(), "none goes before another has ended");
+        assert!(calls.begun.1.try_recv().is_err(), "a call began before another had ended");
         let mut order = Vec::new();
         while !waiting.is_empty() {
             let (task, end) = under_way.pop().unwrap();
             end.send(()).unwrap();
             task.await.unwrap();
-            // Each that ends may let more than one go: all took the same time.
+            // The end of a call may start more than one other: all durations are equal.
             while let Ok(number) = {
                 tokio::task::yield_now().await;
                 calls.begun.1.try_recv()
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn calls_that_hang_give_their_permits_to_others() {
+    async fn hanging_calls_release_their_permits() {
         let mut calls = Calls::new();
         let most = StartLimit::default().calls();
         let hanging: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
@@ -261,10 +262,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_so_many_pods_are_looked_at_at_once_and_a_look_that_hangs_holds_up_nobody() {
+    async fn observations_are_limited_and_a_hanging_observation_blocks_no_other() {
         let queue = CallQueue::default();
         let (begun, mut beginnings) = mpsc::unbounded_channel();
-        for _ in 0..LOOKS + 1 {
+        for _ in 0..MAX_OBSERVATIONS + 1 {
             let (queue, begun) = (queue.clone(), begun.clone());
             tokio::spawn(async move {
                 queue
@@ -276,7 +277,7 @@ mod tests {
             });
         }
         let began = Instant::now();
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_OBSERVATIONS {
             assert_eq!(beginnings.recv().await, Some(began));
         }
         assert_eq!(beginnings.recv().await, Some(began + HANGS));

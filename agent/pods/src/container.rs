@@ -241,7 +241,7 @@ impl Containers {
             Ok((mounts, devices))
         };
         let preparing = creation.tasks.run_until(move |stop| prepare(stop).map_err(Error::of_files));
-        self.reports.events.while_waiting(object, "its volumes and its logs", preparing).await
+        self.reports.events.while_waiting(object, "the container's volumes and logs", preparing).await
     }
 }
 

@@ -1,6 +1,6 @@
-//! Variables from files (`fileKeyRef`, KEP-3721): what an init container has written into an emptyDir volume.
-//! The file is a container's, and so anything: it is opened without leaving the volume, and read up to a
-//! limit.
+//! Environment variables from files (`fileKeyRef`, KEP-3721), which an init container has written into an
+//! emptyDir volume. The content is untrusted: the agent opens a file without leaving the volume, and limits
+//! its size.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::Path;
@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::{Container, EnvVar, FileKeySelector};
 
 use crate::error::Error;
 
-/// Returns true if any variable of a container comes from a file.
+/// Returns true if a variable of a container comes from a file.
 pub(crate) fn are_asked_for(container: &Container) -> bool {
     container.env.iter().flatten().any(|variable| selector(variable).is_some())
 }
@@ -20,11 +20,12 @@ fn selector(variable: &EnvVar) -> Option<&FileKeySelector> {
     variable.value_from.as_ref()?.file_key_ref.as_ref()
 }
 
-/// The container with the values that its files have, as if its spec had them. Blocking.
+/// Returns the container with the values from files as literals. Blocks.
 ///
 /// # Errors
-/// A file can't be read, or has no such variable; or the files or the values are longer than a container's
-/// environment may be. A container wrote them, and each may be named thousands of times.
+/// A file cannot be read or lacks a variable, or the total size of the files or of the values exceeds the
+/// limit of a container's environment. A container wrote the files, and a spec may refer to each thousands of
+/// times.
 pub(crate) fn read(mut container: Container, volumes: &PodVolumes) -> Result<Container, Error> {
     let (name, env) = (container.name.clone(), container.env.take().unwrap_or_default());
     let mut files = Files::new(&env, volumes);
@@ -35,7 +36,7 @@ pub(crate) fn read(mut container: Container, volumes: &PodVolumes) -> Result<Con
         if let Some(selector) = selector(one) {
             let value = files.value(selector).and_then(|found| {
                 budget.spend(found.map_or(0, str::len)).map_err(|long| format!("its value {long}"))?;
-                // A literal refers to others by `$(NAME)`; what a file says stands for itself.
+                // A literal may contain references such as `$(NAME)`; a value from a file is not expanded.
                 Ok(found.map(|value| value.replace('$', "$$")))
             });
             let value = value.map_err(|why| {
@@ -52,16 +53,16 @@ pub(crate) fn read(mut container: Container, volumes: &PodVolumes) -> Result<Con
     Ok(container)
 }
 
-/// A volume, and the path of a file in it.
+/// A volume's name, and the path of a file in the volume.
 type Place<'e> = (&'e str, &'e str);
 
-/// The files that a container's variables come from, each read once.
+/// Files with a container's variables, each read once.
 struct Files<'e> {
     volumes: &'e PodVolumes,
-    /// The variables that are asked for, by file.
+    /// Referenced variables, by file.
     wanted: BTreeMap<Place<'e>, BTreeSet<&'e str>>,
     read: BTreeMap<Place<'e>, EnvFile>,
-    /// Of what is read.
+    /// Limit of the total size of files.
     budget: Budget,
 }
 
@@ -74,7 +75,7 @@ impl<'e> Files<'e> {
         Self { volumes, wanted, read: BTreeMap::new(), budget: Budget::CONTAINER }
     }
 
-    /// What a file says of a variable; None if it says nothing, and need not.
+    /// Returns the value of a variable in a file, or None if an optional variable is missing.
     fn value(&mut self, selector: &'e FileKeySelector) -> Result<Option<&str>, String> {
         let FileKeySelector { key, path, volume_name, optional } = selector;
         let shown = || format!("the file {path} of the volume {volume_name}");
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_files_value_stands_for_itself_in_the_variables_place() {
+    fn a_value_from_a_file_is_literal_and_keeps_the_variables_position() {
         let dir = tempfile::tempdir().unwrap();
         let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(json!({
             "metadata": {"name": "web", "uid": "u1"},
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn files_and_values_that_are_named_very_often_end_at_the_budget() {
+    fn repeated_references_to_files_and_values_stop_at_the_budget() {
         let dir = tempfile::tempdir().unwrap();
         let pod = json!({"metadata": {"name": "web", "uid": "u1"},
             "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}]}});

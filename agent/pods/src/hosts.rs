@@ -1,4 +1,4 @@
-//! A pod's `/etc/hosts`, as the kubelet writes it: the pod's own names, and the manifest's `hostAliases`.
+//! A pod's `/etc/hosts`, in the kubelet's format: the pod's names, and the spec's `hostAliases`.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -14,11 +14,11 @@ use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
 use beelet_spec::cri_config::HostName;
 
-/// Where the file is in a container.
+/// Path of the file in a container.
 const IN_CONTAINER: &str = "/etc/hosts";
-/// Where the machine's own is.
+/// Path of the node's file.
 const ON_HOST: &str = "/etc/hosts";
-/// The most that is taken of the machine's own file.
+/// Most bytes read from the node's file.
 const HOST_MAX: u64 = 1 << 20;
 
 const LOCAL: &str = "127.0.0.1\tlocalhost
@@ -29,7 +29,7 @@ fe00::1\tip6-allnodes
 fe00::2\tip6-allrouters
 ";
 
-/// What the file says; `of_host` is the machine's own, for pods on its network.
+/// Returns the content of the file; `of_host` is the node's file, for pods on the host network.
 fn content(pod: &core::Pod, pod_ips: &[String], of_host: &[u8], node: &NodeFacts) -> Vec<u8> {
     let default_spec = core::PodSpec::default();
     let spec = pod.spec.as_ref().unwrap_or(&default_spec);
@@ -55,7 +55,7 @@ fn content(pod: &core::Pod, pod_ips: &[String], of_host: &[u8], node: &NodeFacts
     text
 }
 
-/// Writes the file of a pod whose folder is `folder`. In place: containers have it mounted. Blocking.
+/// Writes the file into the pod's folder. Writes in place, because containers have the file mounted. Blocks.
 pub(super) fn write(
     folder: &Path,
     pod: &core::Pod,
@@ -67,17 +67,17 @@ pub(super) fn write(
     let wanted = content(pod, pod_ips, &of_host, node);
     let path = folder.join(WritableFile::Hosts.place(""));
     beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE)?;
-    let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
+    let written = own_file::own(&path).and_then(|mut file| set_content(&mut file, &wanted));
     match written {
         Ok(()) => Ok(path),
         Err(cause) => Err(FileError::Write { path, cause }),
     }
 }
 
-fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
-    let mut there = Vec::new();
-    file.take(wanted.len() as u64 + 1).read_to_end(&mut there)?;
-    if there != wanted {
+fn set_content(file: &mut File, wanted: &[u8]) -> io::Result<()> {
+    let mut current = Vec::new();
+    file.take(wanted.len() as u64 + 1).read_to_end(&mut current)?;
+    if current != wanted {
         file.set_len(0)?;
         file.rewind()?;
         file.write_all(wanted)?;
@@ -86,7 +86,7 @@ fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes: nobody says in what encoding somebody wrote the comments.
+/// Reads the node's file as bytes, because its comments may have any encoding.
 fn read_host() -> Result<Vec<u8>, FileError> {
     let mut text = Vec::new();
     match own_file::read_through_links(Path::new(ON_HOST))
@@ -99,7 +99,7 @@ fn read_host() -> Result<Vec<u8>, FileError> {
     }
 }
 
-/// Its mount; None for a container that mounts something of its own there.
+/// Returns the mount of the file; None if the container mounts a volume at the path.
 pub(super) fn mount(path: &Path, container: &core::Container) -> Option<cri::Mount> {
     sandbox_files::mount(WritableFile::Hosts, path, IN_CONTAINER, container)
 }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_own_file_need_not_be_text() {
+    fn the_nodes_file_may_have_any_encoding() {
         let pod: core::Pod =
             serde_json::from_value(json!({"spec": {"hostNetwork": true, "containers": []}})).unwrap();
         let of_host = b"192.0.2.9 printer # \xfcber\n";
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_own_names_and_its_aliases() {
+    fn the_file_has_the_pods_names_and_aliases() {
         let text = shown(json!({"hostname": "www", "subdomain": "front",
             "hostAliases": [{"ip": "192.0.2.5", "hostnames": ["db", "db.test"]}]}));
         let expected = format!(
@@ -141,12 +141,12 @@ mod tests {
     }
 
     #[test]
-    fn without_a_domain_there_is_one_name() {
+    fn a_pod_without_a_domain_has_one_name() {
         assert!(shown(json!({})).ends_with("fe00::2\tip6-allrouters\n10.0.0.7\tweb-n1\nfd00::7\tweb-n1\n"));
     }
 
     #[test]
-    fn on_the_hosts_network_the_hosts_own_file_is_the_start() {
+    fn a_pod_on_the_host_network_has_the_nodes_entries() {
         let text =
             shown(json!({"hostNetwork": true, "hostAliases": [{"ip": "192.0.2.5", "hostnames": ["db"]}]}));
         assert_eq!(
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_may_mount_a_hosts_file_of_its_own() {
+    fn a_containers_own_mount_replaces_the_file() {
         let container = |path: &str| -> core::Container {
             serde_json::from_value(json!({"name": "c", "volumeMounts": [{"name": "v", "mountPath": path}]}))
                 .unwrap()
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_read_only_where_the_containers_root_is() {
+    fn the_file_is_read_only_if_the_containers_root_is() {
         for (context, readonly) in [
             (json!({}), false),
             (json!({"readOnlyRootFilesystem": false}), false),

@@ -1,10 +1,10 @@
-//! Pods' folders that no pod belongs to, and claims that are prepared for none: what an agent that was
-//! killed, or lost its records, has left. As the kubelet's `cleanupOrphanedPodDirs` and the reconciliation of
-//! its DRA manager, but what is mounted in the folders is unmounted.
+//! Removal of folders and prepared claims of unknown pods, left behind by an agent that was killed or lost
+//! its records. Corresponds to the kubelet's `cleanupOrphanedPodDirs` and the reconciliation of its DRA
+//! manager, but also unmounts the mounts in the folders.
 //!
-//! Nothing is touched but folders that are called as a UID is, and those only once they have been nobody's
-//! for a while. Must never remove what is a pod's: one that is here, one that the records know, one that has
-//! a sandbox, one whose manifest can't be read.
+//! The sweep removes only folders whose name is a UID, and only after their pods have been unknown for a
+//! while. Must never remove a folder of a known pod: a pod in the pod table or the records, with a sandbox,
+//! or with a manifest that cannot be read.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,37 +29,37 @@ use beelet_dra::Dra;
 use beelet_model::{desired::Desired, table::PodTable};
 use beelet_volumes::VolumeManager;
 
-/// How many pods' remains are taken away at a time: a driver that says nothing must not hold up all others.
+/// Most concurrent removals: a driver that does not answer must not block the other removals.
 const AT_ONCE: usize = 16;
 
-/// What is needed to tell whose a folder is.
+/// Dependencies of the sweep.
 #[derive(Debug)]
 pub struct Sweep {
-    /// The folder with a folder for each pod.
+    /// Parent folder of all pods' folders.
     pub pods_dir: PathBuf,
-    /// Takes back volumes.
+    /// Removes volumes.
     pub volumes: VolumeManager,
-    /// Drivers that claims to devices are prepared by.
+    /// Unprepares resource claims.
     pub dra: Dra,
-    /// The node has no API server. Its drivers, pods of a cluster, are not here then: what the record of
-    /// claims says waits for the day that they are again.
+    /// The node has no API server. Its DRA drivers, which are pods of a cluster, are absent then: recorded
+    /// claims stay until the drivers return.
     pub standalone: bool,
-    /// The pods that are here.
+    /// The published pod table.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// The pods of which anything is known.
+    /// The pods with records.
     pub known: KnownPods,
-    /// The manifests.
+    /// The desired pods.
     pub desired: watch::Receiver<Arc<Desired>>,
-    /// The runtime.
+    /// The container runtime.
     pub runtime: Runtime,
-    /// How often to look, and how long a folder must have been nobody's.
+    /// Period of the sweep, and time for which a pod must have been unknown.
     pub period: Duration,
 }
 
-/// Looks for them until `cancel`.
-pub fn sweep(parts: Sweep, cancel: CancellationToken) -> Work {
+/// Removes the folders and claims of unknown pods until `cancel`.
+pub fn sweep(deps: Sweep, cancel: CancellationToken) -> Work {
     Box::pin(async move {
-        let mut ticks = interval(parts.period);
+        let mut ticks = interval(deps.period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut found = Found::default();
         loop {
@@ -68,64 +68,64 @@ pub fn sweep(parts: Sweep, cancel: CancellationToken) -> Work {
                 () = cancel.cancelled() => return,
             }
             tokio::select! {
-                () = found.look(&parts) => {}
+                () = found.sweep(&deps) => {}
                 () = cancel.cancelled() => return,
             }
         }
     })
 }
 
-/// Folders that were nobody's when last looked at.
+/// Unknown pods of the last sweep.
 #[derive(Debug, Default)]
 struct Found {
     since: BTreeMap<String, Instant>,
-    told: BTreeSet<String>,
+    logged: BTreeSet<String>,
 }
 
 impl Found {
-    async fn look(&mut self, parts: &Sweep) {
-        let pods_dir = parts.pods_dir.clone();
+    async fn sweep(&mut self, deps: &Sweep) {
+        let pods_dir = deps.pods_dir.clone();
         let listed = blocking("listing the folders of pods", move || {
             let entries = std::fs::read_dir(pods_dir).into_iter().flatten().flatten();
             entries.filter_map(|entry| entry.file_name().into_string().ok()).collect::<BTreeSet<String>>()
         });
         let mut unknown = listed.await;
-        if !parts.standalone {
-            unknown.extend(parts.dra.pods());
+        if !deps.standalone {
+            unknown.extend(deps.dra.pods());
         }
-        unknown.retain(|uid| is_uid(uid) && !parts.is_known(uid));
+        unknown.retain(|uid| is_uid(uid) && !deps.is_known(uid));
         self.since.retain(|uid, _| unknown.contains(uid));
-        self.told.retain(|uid| unknown.contains(uid));
+        self.logged.retain(|uid| unknown.contains(uid));
         for uid in unknown {
             self.since.entry(uid).or_insert_with(Instant::now);
         }
-        let old = self.since.iter().filter(|(_, since)| since.elapsed() >= parts.period);
+        let old = self.since.iter().filter(|(_, since)| since.elapsed() >= deps.period);
         let old: Vec<String> = old.map(|(uid, _)| uid.clone()).collect();
         if old.is_empty() {
             return;
         }
-        // Asked last: what is here by now was unknown a moment ago.
-        let Ok(sandboxes) = parts.runtime.list_sandboxes(None).await else { return };
+        // The list of sandboxes is last: a new pod may have been unknown until now.
+        let Ok(sandboxes) = deps.runtime.list_sandboxes(None).await else { return };
         let running: BTreeSet<&str> =
             sandboxes.iter().filter_map(|sandbox| Some(sandbox.metadata.as_ref()?.uid.as_str())).collect();
-        let gone = old.into_iter().filter(|uid| !running.contains(uid.as_str()) && !parts.is_known(uid));
+        let gone = old.into_iter().filter(|uid| !running.contains(uid.as_str()) && !deps.is_known(uid));
         let gone: Vec<String> = gone.collect();
         for some in gone.chunks(AT_ONCE) {
-            let done = join_all(some.iter().map(|uid| parts.remove(uid))).await;
-            some.iter().zip(done).for_each(|(uid, done)| self.note(uid, done));
+            let done = join_all(some.iter().map(|uid| deps.remove(uid))).await;
+            some.iter().zip(done).for_each(|(uid, done)| self.record(uid, done));
         }
     }
 
-    /// Says what came of one, once.
-    fn note(&mut self, uid: &str, done: Result<(), Error>) {
+    /// Logs the result of a removal; a failure only once.
+    fn record(&mut self, uid: &str, done: Result<(), Error>) {
         match done {
             Ok(()) => {
-                info!(uid, "the volumes and the claims of a pod that nobody knows are given back");
+                info!(uid, "removed the volumes and claims of an unknown pod");
                 self.since.remove(uid);
             }
             Err(error) => {
-                if self.told.insert(uid.to_owned()) {
-                    warn!("what a pod has left that nobody knows stays: {error}");
+                if self.logged.insert(uid.to_owned()) {
+                    warn!(uid, "cannot remove the volumes and claims of an unknown pod: {error}");
                 }
             }
         }
@@ -133,8 +133,8 @@ impl Found {
 }
 
 impl Sweep {
-    /// Takes away what is left of a pod. Its volumes don't wait for drivers of its claims, nor these for
-    /// them: either may never be given back.
+    /// Removes the volumes and the claims of a pod. The removals are independent, because each may hang
+    /// forever.
     async fn remove(&self, uid: &str) -> Result<(), Error> {
         let table = Arc::clone(&self.table.borrow());
         let (of_volumes, of_drivers) = join(self.volumes.remove(uid), self.dra.unprepare(uid, &table)).await;
@@ -142,15 +142,15 @@ impl Sweep {
     }
 
     fn is_known(&self, uid: &str) -> bool {
-        // A manifest that can't be read may be of any pod, and the API server may name any.
+        // An unreadable manifest, or an API server that has not answered yet, may contain any pod.
         self.desired.borrow().is_incomplete()
             || self.known.has(uid)
             || self.table.borrow().pods.values().any(|entry| entry.pod.metadata.uid.as_deref() == Some(uid))
     }
 }
 
-/// Returns true if a name is a UID as a manifest's pod gets it, or an API server's. Those that people write
-/// are passed over.
+/// Returns true if a name is a UID that the agent generates for a manifest's pod, or an API server's. UIDs
+/// that users write in manifests may have other forms, and are ignored.
 fn is_uid(name: &str) -> bool {
     let hex = |part: &str| part.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
     let lengths: Vec<usize> = name.split('-').map(str::len).collect();
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_called_as_a_uid_is_taken_for_a_pods() {
+    fn only_generated_uids_are_accepted_as_names() {
         let check = |name: &str, expected: bool| assert_eq!(is_uid(name), expected, "{name}");
         check("0123456789abcdef0123456789abcdef", true);
         check("7c9b2f6e-0000-4000-8000-00000000000a", true);

@@ -1,4 +1,4 @@
-//! Metrics of the pod table, computed at scrape time because the table changes more often than it is scraped.
+//! Metrics of the pod table, computed at scrape time because the table changes more often than scrapes occur.
 
 use std::{
     collections::BTreeMap,
@@ -15,12 +15,12 @@ use prometheus_client::{
 use beelet_model::table::PodTable;
 use beelet_volumes::{has_volumes, plugin_name};
 
-/// The table that is counted. Clones share it.
+/// The pod table for the next scrape, shared by clones.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PodTableMetrics(Arc<Mutex<Arc<PodTable>>>);
 
 impl PodTableMetrics {
-    /// Counts this table from now on.
+    /// Sets the pod table for the next scrape.
     pub(crate) fn show(&self, table: &Arc<PodTable>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(table);
     }
@@ -38,7 +38,7 @@ impl Collector for PodTableMetrics {
             ("kubelet_running_pods", "Pods in phase Running", counts.running_pods),
             (
                 "kubelet_managed_ephemeral_containers",
-                "Ephemeral containers in the specs of pods that are here",
+                "Ephemeral containers in the specs of pods on the node",
                 counts.ephemeral,
             ),
         ] {
@@ -51,7 +51,7 @@ impl Collector for PodTableMetrics {
         for (state, count) in counts.containers {
             ConstGauge::new(count).encode(family.encode_family(&[("container_state", state)])?)?;
         }
-        let help = "Volumes of pods, as they should be here and as they are";
+        let help = "Volumes of pods by plugin and state (desired_state_of_world, actual_state_of_world)";
         let name = "volume_manager_total_volumes";
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         for ((plugin, state), count) in counts.volumes {

@@ -1,4 +1,4 @@
-//! The user namespace of a pod: the machine's, or one of the pod's own with ids that no other pod has.
+//! The user namespace of a pod: the node's, or the pod's own with a unique ID range.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{
     user_namespaces::{self, UserNamespaces},
 };
 
-/// Hands out user namespaces.
+/// Allocates user namespaces.
 #[derive(Clone, Debug)]
 pub(crate) struct PodUsers {
     pub(crate) runtime: Runtime,
@@ -21,10 +21,10 @@ pub(crate) struct PodUsers {
 }
 
 impl PodUsers {
-    /// The user namespace of a pod. A pod with a namespace of its own gets its ids here.
+    /// Returns the user namespace of a pod. Allocates an ID range for a pod with its own user namespace.
     ///
     /// # Errors
-    /// No ids are left, or the ids of another pod are not known.
+    /// All ranges are allocated, or the range of another pod is unknown.
     pub(crate) async fn of_pod(&self, plan: &PodPlan, tasks: &BlockingTasks) -> Result<UserNamespace, Error> {
         if !plan.own_users {
             return Ok(UserNamespace::OfMachine);
@@ -41,34 +41,34 @@ impl PodUsers {
         Ok(UserNamespace::Own(ids.map_err(Error::of_files)?))
     }
 
-    /// Asks the runtime for the ids of pods whose records cannot be read. Ids that it does not report stay
-    /// unknown.
+    /// Queries the runtime for the ranges of pods with unreadable records. A range that the runtime does not
+    /// report stays unknown.
     async fn learn(&self, tasks: &BlockingTasks) -> Result<(), Error> {
         let users = Arc::clone(&self.users);
         let unknown = tasks.run(move || users.unknown().map_err(Error::of_files)).await?;
         let mut all = self.runtime.list_sandboxes(None).await?;
-        // In one that isn't ready nothing runs.
+        // No process runs in a sandbox that is not ready.
         all.retain(|sandbox| sandbox.state == i32::from(cri::PodSandboxState::SandboxReady));
         for uid in unknown {
             let of_pod =
                 |sandbox: &&cri::PodSandbox| sandbox.metadata.as_ref().is_some_and(|of| of.uid == uid);
-            let mut told = None;
+            let mut reported = None;
             for sandbox in all.iter().filter(of_pod) {
                 let status = self.runtime.sandbox_status(&sandbox.id, false).await?;
-                let ids = user_namespaces::told(&status);
-                told = told.or(ids.map_err(|why| Error::of_files(format!("the pod {uid}: {why}")))?);
+                let ids = user_namespaces::reported(&status);
+                reported = reported.or(ids.map_err(|why| Error::of_files(format!("pod {uid}: {why}")))?);
             }
             let users = Arc::clone(&self.users);
-            tasks.run(move || users.learn(&uid, told).map_err(Error::of_files)).await?;
+            tasks.run(move || users.learn(&uid, reported).map_err(Error::of_files)).await?;
         }
         Ok(())
     }
 
-    /// Refuses a pod with a user namespace of its own if the runtime would silently run it in the machine's
+    /// Refuses a pod with its own user namespace if the runtime would silently run the pod in the node's
     /// (`GetOrCreateUserNamespaceMappings`).
     ///
     /// # Errors
-    /// The handler does not support user namespaces, or the runtime gives no answer.
+    /// The handler does not support user namespaces, or the query to the runtime fails.
     pub(crate) async fn require_support(&self, handler: &str) -> Result<(), Error> {
         let status = self.runtime.status(false).await?;
         let known = status.runtime_handlers.iter().find(|known| known.name == handler);
@@ -85,7 +85,7 @@ impl PodUsers {
         )))
     }
 
-    /// Frees the ids of a pod that has ended.
+    /// Releases the range of a pod that has ended.
     ///
     /// # Errors
     /// The record cannot be removed.

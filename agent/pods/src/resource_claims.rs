@@ -1,4 +1,5 @@
-//! Resource claims of a pod (DRA): prepared before its sandbox, and taken back once nothing of the pod runs.
+//! Resource claims of a pod (DRA): prepared before its sandbox is created, and unprepared once all containers
+//! of the pod have stopped.
 
 use std::sync::Arc;
 
@@ -19,33 +20,34 @@ pub(crate) struct ResourceClaims {
 }
 
 impl ResourceClaims {
-    /// Has drivers prepare the claims of a pod.
+    /// Prepares the claims of a pod through their drivers.
     ///
     /// # Errors
-    /// A driver is not there, or cannot prepare a claim.
+    /// A driver is unavailable, or cannot prepare a claim.
     pub(crate) async fn prepare(&self, plan: &PodPlan) -> Result<(), Error> {
         let object = || Object::pod(&plan.pod);
         let preparing = Box::pin(self.dra.prepare(self.storage.as_deref(), &plan.pod));
-        let subject = "its resource claims, which drivers prepare";
+        let subject = "drivers to prepare resource claims";
         self.events.while_waiting(object, subject, preparing).await.map_err(Error::Unprepared)
     }
 
-    /// Returns true if the pod has claims that are prepared.
+    /// Returns true if the pod has prepared claims.
     pub(crate) fn has_any(&self, plan: &PodPlan) -> bool {
         self.dra.has(&plan.uid)
     }
 
-    /// Has drivers take back the claims of a pod, once nothing of the pod runs and before any reader of its
-    /// status learns that: a reader may take its devices for free then (`SyncTerminatingPod`).
+    /// Unprepares the claims of a pod through their drivers. The call comes after all containers have stopped
+    /// and before the pod's status shows its end: readers of such a status consider the devices free
+    /// (`SyncTerminatingPod`).
     ///
     /// # Errors
-    /// A driver is not there, or cannot take a claim back.
+    /// A driver is unavailable, or cannot unprepare a claim.
     pub(crate) async fn unprepare(&self, plan: &PodPlan) -> Result<(), Error> {
         let object = || Object::pod(&plan.pod);
         let table = Arc::clone(&self.table.borrow());
-        let taking_back = Box::pin(self.dra.unprepare(&plan.uid, &table));
-        let subject = "drivers to take back its resource claims";
-        self.events.while_waiting(object, subject, taking_back).await.map_err(|error| {
+        let unpreparing = Box::pin(self.dra.unprepare(&plan.uid, &table));
+        let subject = "drivers to unprepare resource claims";
+        self.events.while_waiting(object, subject, unpreparing).await.map_err(|error| {
             let message = format!("Failed to unprepare dynamic resources: {error}");
             self.events.warning(object(), "FailedUnprepareDynamicResources", message);
             Error::StillPrepared(error)

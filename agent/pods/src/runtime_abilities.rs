@@ -1,29 +1,29 @@
-//! Abilities of container runtimes that depend on the runtime's version. A runtime that does not know a field
-//! of a container ignores the field without an error, so such a container is refused.
+//! Abilities of container runtimes that depend on the runtime's version. A runtime ignores unknown fields of
+//! a container without an error, so the agent refuses such a container.
 
 use beelet_cri::Runtime;
 
 use crate::error::{Error, StartError};
 
-/// An ability that runtimes have since some version, and do not report.
+/// An ability that runtimes have since a certain version, and do not report.
 pub(crate) struct Ability {
-    /// The ability, as a verb.
+    /// Name of the ability, as a verb phrase.
     what: &'static str,
     containerd: (u32, u32),
     crio: (u32, u32),
 }
 
-/// KEP-4639.
+/// Image volumes (KEP-4639).
 pub(crate) const IMAGES: Ability = Ability { what: "mount images", containerd: (2, 1), crio: (1, 31) };
-/// KEP-4639, its second part.
+/// Sub-paths of image volumes (KEP-4639).
 pub(crate) const PARTS_OF_IMAGES: Ability =
     Ability { what: "mount a part of an image", containerd: (2, 2), crio: (1, 33) };
-/// KEP-4960.
+/// Stop signals of containers (KEP-4960).
 pub(crate) const STOP_SIGNALS: Ability =
-    Ability { what: "be told which signal ends a container", containerd: (2, 3), crio: (1, 34) };
+    Ability { what: "set a container's stop signal", containerd: (2, 3), crio: (1, 34) };
 
 impl Ability {
-    /// Returns true if this runtime has it.
+    /// Returns true if a runtime of this version has the ability.
     fn is_of(&self, name: &str, version: &str) -> bool {
         let mut numbers =
             version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());
@@ -44,14 +44,14 @@ impl std::fmt::Display for Ability {
     }
 }
 
-/// Refuses a field that the runtime would ignore. `field` names it in the error.
+/// Returns an error if the runtime would ignore a field; `field` is its name in the error.
 pub(crate) async fn require(runtime: &Runtime, field: &str, ability: &Ability) -> Result<(), StartError> {
     let version = runtime.version().await.map_err(StartError::Create)?;
     let (name, version) = (version.runtime_name, version.runtime_version);
     if ability.is_of(&name, &version) {
         return Ok(());
     }
-    Err(Error::Spec(format!("{field}: {name} {version} can't {ability} can")).into())
+    Err(Error::Spec(format!("{field}: {name} {version} cannot {ability} can")).into())
 }
 
 #[cfg(test)]
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_runtimes_can_is_known_by_their_version() {
+    fn abilities_follow_from_the_runtimes_version() {
         let check = |name: &str, version: &str, expected: [bool; 3]| {
             let found = [IMAGES, PARTS_OF_IMAGES, STOP_SIGNALS].map(|ability| ability.is_of(name, version));
             assert_eq!(found, expected, "{name} {version}");

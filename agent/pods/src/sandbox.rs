@@ -1,5 +1,5 @@
-//! Makes the sandbox of a pod, after all that the sandbox needs: a user namespace, name resolution, volumes,
-//! the cgroup, and resource claims.
+//! Creation of a pod's sandbox, after its requirements: user namespace, name resolution, volumes, cgroup and
+//! resource claims.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::{
     sandbox_files,
 };
 
-/// Makes sandboxes.
+/// Creates sandboxes.
 #[derive(Debug)]
 pub(crate) struct Sandboxes {
     pub(crate) runtime: RuntimeDeps,
@@ -39,10 +39,10 @@ pub(crate) struct Sandboxes {
 }
 
 impl Sandboxes {
-    /// Makes everything that the pod's sandbox needs, and runs the sandbox. Returns the sandbox's identifier.
+    /// Sets up the requirements of the pod's sandbox, and runs the sandbox. Returns the sandbox's identifier.
     ///
     /// # Errors
-    /// A step failed: its error names the step.
+    /// A step fails. The error names the step.
     pub(crate) async fn create(
         &self,
         plan: &Arc<PodPlan>,
@@ -64,7 +64,7 @@ impl Sandboxes {
         self.run(plan, config, attempt, &handler).await
     }
 
-    /// Reads the machine's name resolution, and returns the pod's.
+    /// Reads the node's resolver configuration, and returns the pod's.
     async fn name_resolution(
         &self,
         plan: &Arc<PodPlan>,
@@ -78,8 +78,8 @@ impl Sandboxes {
         tasks.run(read).await
     }
 
-    /// Makes the cgroup, and at the same time the folders and the volumes. Both run to their end: nothing may
-    /// still be made while what was made is taken away.
+    /// Creates the cgroup and, concurrently, the folders and the volumes. Waits for both even if one fails: a
+    /// teardown must not run concurrently with the setup.
     async fn make_cgroup_and_folders(
         &self,
         plan: &Arc<PodPlan>,
@@ -98,7 +98,7 @@ impl Sandboxes {
         });
         let made = async { tokio::join!(cgroups, folders) };
         let object = || Object::pod(&plan.pod);
-        let made = self.reports.events.while_waiting(object, "its volumes and its cgroup", made);
+        let made = self.reports.events.while_waiting(object, "the pod's volumes and cgroup", made);
         let (cgroups, folders) = made.await;
         cgroups.and(folders)
     }
@@ -112,7 +112,7 @@ impl Sandboxes {
         }
     }
 
-    /// Has the runtime make the sandbox and its network, once it is the pod's turn.
+    /// Runs the sandbox, with its network, once the call has a permit.
     async fn run(
         &self,
         plan: &PodPlan,
@@ -129,12 +129,13 @@ impl Sandboxes {
         });
         let sandbox = self.calls.call(urgency, Call::RunSandbox, run);
         let (object, subject) =
-            (|| Object::pod(&plan.pod), "its sandbox and its network, which the runtime makes");
+            (|| Object::pod(&plan.pod), "the runtime to create the pod's sandbox and network");
         Ok(self.reports.events.while_waiting(object, subject, sandbox).await?)
     }
 }
 
-/// Refuses a mount that the runtime would not see: the container would have an empty folder there.
+/// Returns an error if the runtime would not see the mount of a volume: the container would have an empty
+/// folder instead.
 pub(crate) async fn require_mounts(runtime: &RuntimeDeps, volume: Option<&str>) -> Result<(), Error> {
     let (Some(volume), Some(mounts)) = (volume, &runtime.mounts) else { return Ok(()) };
     let unseen = |why: Arc<str>| Error::UnseenMount { volume: volume.to_owned(), why: why.to_string() };

@@ -1,10 +1,11 @@
-//! A sandbox's `/etc/hostname` and `/etc/resolv.conf`, as the runtime would make them. It mounts files of its
-//! own into containers, which may write to them, and reports them nowhere (a sibling of CVE-2020-8557); so
-//! the agent gives each container files that are counted.
+//! A sandbox's `/etc/hostname` and `/etc/resolv.conf`, with the same content as the runtime's own files.
+//! Containers may write to the runtime's files, which no disk usage statistic includes (an issue similar to
+//! CVE-2020-8557). The agent therefore mounts its own files, which count as usage of the pod.
 //!
-//! Like the runtime's they are made with a sandbox and belong to all its containers: what one of them writes
-//! (an init container that sets name servers) the others read, until the sandbox is replaced. Containers of
-//! a sandbox that was made without them, by another agent, have the runtime's.
+//! Like the runtime's files, the agent's are created with a sandbox and shared by its containers: a change by
+//! one container (such as an init container that sets name servers) is visible to the others until the
+//! sandbox is replaced. Containers of a sandbox that another agent created without these files have the
+//! runtime's.
 
 use std::{
     ffi::OsStr,
@@ -24,16 +25,16 @@ use k8s_openapi::api::core::v1 as core;
 
 use crate::error::FileError;
 
-/// The files, and where they are in a container.
+/// The files, with their paths in a container.
 const ALL: [(WritableFile, &str); 2] =
     [(WritableFile::Hostname, "/etc/hostname"), (WritableFile::Resolver, "/etc/resolv.conf")];
-/// The machine's hostname, with the end of its line.
+/// File with the node's hostname and a newline.
 const OF_MACHINE: &str = "/proc/sys/kernel/hostname";
-/// More bytes than a hostname has.
+/// Most bytes read from the file; a hostname is shorter.
 const HOSTNAME_MAX: u64 = 256;
 
-/// Makes the files of a sandbox that is about to be made from `config`, in the pod's folder; those of the
-/// pod's other sandboxes go. Blocking.
+/// Creates the files of a new sandbox with this `config` in the pod's folder, and removes those of the pod's
+/// other sandboxes. Blocks.
 pub(super) fn write(folder: &Path, config: &cri::PodSandboxConfig) -> Result<(), FileError> {
     make_folder(folder, PRIVATE)?;
     let attempt = config.metadata.as_ref().map_or(0, |metadata| metadata.attempt).to_string();
@@ -44,7 +45,7 @@ pub(super) fn write(folder: &Path, config: &cri::PodSandboxConfig) -> Result<(),
         };
         let (name, files) = (kind.place(""), folder.join(kind.place("")));
         let of_error = |cause| FileError::Write { path: files.clone(), cause };
-        // By descriptor: by a hostPath a container may have put a link in the folder's place.
+        // Access is by descriptor: a container with a hostPath may have replaced the folder by a link.
         Folder::open(folder).and_then(|pod| pod.remove(name.as_os_str())).map_err(of_error)?;
         make_folder(&files, PRIVATE)?;
         let made =
@@ -54,13 +55,13 @@ pub(super) fn write(folder: &Path, config: &cri::PodSandboxConfig) -> Result<(),
     Ok(())
 }
 
-/// Their mounts in a container of the pod's sandbox of this attempt, but for what it mounts there itself.
-/// Blocking.
+/// Returns the mounts of the files in a container of the sandbox with this attempt number, except at paths
+/// where the container mounts a volume. Blocks.
 pub(super) fn mounts(folder: &Path, attempt: u32, container: &core::Container) -> Vec<cri::Mount> {
     let of_kind = |(kind, at): (WritableFile, &str)| {
         let files = folder.join(kind.place(""));
         let path = files.join(attempt.to_string());
-        // What else is there was not made here.
+        // Files of any other type are not the agent's.
         let is_made = symlink_metadata(&files).is_ok_and(|found| found.is_dir())
             && symlink_metadata(&path).is_ok_and(|found| found.is_file());
         if is_made { mount(kind, &path, at, container) } else { None }
@@ -68,8 +69,8 @@ pub(super) fn mounts(folder: &Path, attempt: u32, container: &core::Container) -
     ALL.into_iter().filter_map(of_kind).collect()
 }
 
-/// The mount of such a file, read-only where the container's root is; None for a container that mounts
-/// something of its own there.
+/// Returns the mount of a file, read-only if the container's root is read-only; None if the container mounts
+/// a volume at the path.
 pub(super) fn mount(
     kind: WritableFile,
     path: &Path,
@@ -81,13 +82,13 @@ pub(super) fn mount(
     (!has_own(container, at)).then(|| kind.mount(path, at, readonly))
 }
 
-/// Returns true if a volume of the container is at this very path, however that is written: runtimes clean
+/// Returns true if the container mounts a volume at exactly this path, in any notation: runtimes normalize
 /// paths too, and would mount both.
 pub(super) fn has_own(container: &core::Container, at: &str) -> bool {
     container.volume_mounts.iter().flatten().any(|mount| cleaned(&mount.mount_path) == cleaned(at))
 }
 
-/// A path by its words alone, from the root on (Go's `filepath.Clean`).
+/// Normalizes an absolute path lexically, like Go's `filepath.Clean`.
 fn cleaned(path: &str) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in Path::new(path).components() {
@@ -102,7 +103,8 @@ fn cleaned(path: &str) -> PathBuf {
     clean
 }
 
-/// What containerd writes: the sandbox's hostname, or the machine's for a pod that has none.
+/// Returns the content of `/etc/hostname`, the same as containerd's: the sandbox's hostname, or the node's if
+/// the sandbox has none.
 fn hostname(of_sandbox: &str) -> Result<String, FileError> {
     if !of_sandbox.is_empty() {
         return Ok(format!("{of_sandbox}\n"));
@@ -115,7 +117,7 @@ fn hostname(of_sandbox: &str) -> Result<String, FileError> {
     Ok(format!("{}\n", name.trim_end()))
 }
 
-/// What containerd writes (`parseDNSOptions`).
+/// Returns the content of `/etc/resolv.conf`, the same as containerd's (`parseDNSOptions`).
 fn resolver(dns: &cri::DnsConfig) -> String {
     let searches = [dns.searches.join(" ")].into_iter().filter(|line| !line.is_empty());
     let options = [dns.options.join(" ")].into_iter().filter(|line| !line.is_empty());
@@ -157,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_say_what_the_runtimes_own_would() {
+    fn the_files_have_the_content_of_the_runtimes_own() {
         let dir = tempfile::tempdir().unwrap();
         let pod = dir.path().join("pod");
         write(&pod, &config(0, "web-n1")).unwrap();
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_container_wrote_stays_until_the_sandbox_is_replaced() {
+    fn a_containers_changes_stay_until_the_sandbox_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let (pod, plain) = (dir.path().join("pod"), container(json!({})));
         write(&pod, &config(0, "web-n1")).unwrap();
@@ -190,14 +192,14 @@ mod tests {
         write(&pod, &config(1, "web-n1")).unwrap();
         let next = mounts(&pod, 1, &plain);
         assert!(fs::read_to_string(&next[1].host_path).unwrap().starts_with("search shop.svc"));
-        assert!(!Path::new(&first[1].host_path).exists(), "nobody counts it any more");
-        // One that another agent made has the runtime's files.
+        assert!(!Path::new(&first[1].host_path).exists(), "the old file still uses disk space");
+        // A sandbox that another agent created has the runtime's files.
         assert!(mounts(&pod, 2, &plain).is_empty());
-        // What a container put there by a hostPath is mounted into none.
+        // A link that a container with a hostPath created is not mounted.
         fs::remove_file(&next[0].host_path).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", &next[0].host_path).unwrap();
         assert_eq!(places(&mounts(&pod, 1, &plain)), ["/etc/resolv.conf"]);
-        // Nor does a link in the folder's place lead anywhere.
+        // A link in place of the folder is not followed.
         let (elsewhere, hostnames) = (dir.path().join("elsewhere"), pod.join("etc-hostname"));
         fs::create_dir(&elsewhere).unwrap();
         fs::write(elsewhere.join("1"), "hush").unwrap();
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_may_mount_files_of_its_own_and_have_them_read_only() {
+    fn a_containers_own_mounts_win_and_a_read_only_root_makes_the_files_read_only() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), &config(0, "web-n1")).unwrap();
         for (path, expected) in [

@@ -1,4 +1,4 @@
-//! The services that all workers share. Each is made once, of its own part of [`Deps`].
+//! Services that all workers share, each created once from a part of [`Deps`].
 
 use std::{sync::Arc, time::Duration};
 
@@ -39,7 +39,7 @@ pub(crate) struct ObservationServices {
     pub(crate) max_restart_delay: Duration,
 }
 
-/// Services that starts of sandboxes and containers need.
+/// Services for the start of sandboxes and containers.
 #[derive(Debug)]
 pub(crate) struct StartServices {
     pub(crate) sandboxes: Sandboxes,
@@ -52,14 +52,14 @@ pub(crate) struct StartServices {
     pub(crate) reports: Reports,
 }
 
-/// Services that stops of sandboxes and containers need.
+/// Services for the stop of sandboxes and containers.
 #[derive(Debug)]
 pub(crate) struct StopServices {
     pub(crate) runtime: Runtime,
     pub(crate) reports: Reports,
 }
 
-/// Services that the end of a pod needs.
+/// Services for the termination of a pod.
 #[derive(Debug)]
 pub(crate) struct EndServices {
     pub(crate) teardown: Teardown,
@@ -68,7 +68,7 @@ pub(crate) struct EndServices {
 }
 
 impl Services {
-    /// Makes the services of a node.
+    /// Creates the services of a node.
     pub(crate) fn new(deps: &Deps) -> Self {
         let Deps { runtime, node, images, devices, pinning, volumes, admission, pods, reports } = deps;
         let (calls, cri) = (CallQueue::default(), runtime.cri.clone());

@@ -1,4 +1,4 @@
-//! The kubelet's counters of started pods, sandboxes and containers, and of pulled images: number, failures,
+//! The kubelet's metrics of started pods, sandboxes and containers, and of pulled images: number, failures,
 //! durations.
 
 use std::time::Duration;
@@ -12,9 +12,9 @@ use prometheus_client::{
 
 use crate::error::StartError;
 
-/// Bounds of a sandbox's duration, in seconds: Prometheus' own, as the kubelet's.
+/// Upper bounds of the buckets for a sandbox's duration, in seconds: Prometheus' defaults, as in the kubelet.
 const SANDBOX: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-/// Bounds of a pull's duration, in seconds: the kubelet's (`imagePullDurationBuckets`).
+/// Upper bounds of the buckets for a pull's duration, in seconds: the kubelet's (`imagePullDurationBuckets`).
 const PULL: [f64; 18] = [
     1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0,
     2700.0, 3600.0,
@@ -22,7 +22,7 @@ const PULL: [f64; 18] = [
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Sizes of images, each until the next one (`imageSizeBuckets`).
+/// Size classes of images, each with its exclusive lower bound (`imageSizeBuckets`).
 const SIZES: [(u64, &str); 12] = [
     (0, "0-10MB"),
     (10 * MIB, "10MB-100MB"),
@@ -63,7 +63,7 @@ struct SizeLabel {
     image_size_in_bytes: &'static str,
 }
 
-/// Counters and histograms; clones share them.
+/// Counters and histograms, shared by clones.
 #[derive(Clone, Debug)]
 pub(crate) struct StartCounters {
     pods: Counter,
@@ -93,55 +93,55 @@ impl StartCounters {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_started_pods",
-            "Pods whose sandbox was to be made, new ones and those whose sandbox was lost",
+            "Attempts to create a pod's sandbox, for new pods and for pods that lost their sandbox",
             self.pods.clone(),
         );
         registry.register(
             "kubelet_started_pods_errors",
-            "Those of them whose sandbox could not be made",
+            "Failed attempts to create a pod's sandbox",
             self.pod_errors.clone(),
         );
         registry.register(
             "kubelet_started_containers",
-            "Containers that were to be started, by kind: container, init_container or ephemeral_container",
+            "Attempts to start a container, by container type (container, init_container, ephemeral_container)",
             self.containers.clone(),
         );
         registry.register(
             "kubelet_started_containers_errors",
-            "Those of them that could not be, by the reason that the pod's status shows",
+            "Failed attempts to start a container, by the reason in the pod's status",
             self.container_errors.clone(),
         );
         registry.register(
             "kubelet_run_podsandbox_duration_seconds",
-            "How long the runtime took to make a sandbox with its network, in seconds, by the handler of the RuntimeClass",
+            "Duration of the runtime's creation of a sandbox and its network in seconds, by the handler of the RuntimeClass",
             self.sandboxes.clone(),
         );
         registry.register(
             "kubelet_run_podsandbox_errors",
-            "Sandboxes that the runtime could not make, by the handler of the RuntimeClass",
+            "Sandboxes that the runtime failed to create, by the handler of the RuntimeClass",
             self.sandbox_errors.clone(),
         );
         registry.register(
             "kubelet_image_pull_duration_seconds",
-            "How long pulls of images took, in seconds, by the size of the image",
+            "Duration of image pulls in seconds, by the size of the image",
             self.pulls.clone(),
         );
     }
 
-    /// Counts a pod that got its sandbox, or did not.
+    /// Counts an attempt to create a pod's sandbox.
     pub(crate) fn pod(&self, failed: bool) {
         self.pods.inc();
         self.pod_errors.inc_by(failed.into());
     }
 
-    /// Counts a sandbox that the runtime made, or could not make, with its duration.
+    /// Counts a runtime call that creates a sandbox, with its duration.
     pub(crate) fn sandbox(&self, handler: &str, took: Duration, failed: bool) {
         let label = HandlerLabel { runtime_handler: handler.to_owned() };
         self.sandboxes.get_or_create(&label).observe(took.as_secs_f64());
         self.sandbox_errors.get_or_create(&label).inc_by(failed.into());
     }
 
-    /// Counts a container that was started, or could not be.
+    /// Counts an attempt to start a container.
     pub(crate) fn container<T>(&self, pod: &Pod, name: &str, started: &Result<T, StartError>) {
         let container_type = kind(pod, name);
         self.containers.get_or_create(&KindLabel { container_type }).inc();
@@ -157,7 +157,7 @@ impl StartCounters {
     }
 }
 
-/// The kubelet's word for this container's kind.
+/// Returns the kubelet's label for the container's kind.
 fn kind(pod: &Pod, name: &str) -> &'static str {
     let Some(spec) = &pod.spec else { return "container" };
     if spec.init_containers.iter().flatten().any(|one| one.name == name) {

@@ -1,5 +1,5 @@
-//! Startup latency of pods, under the kubelet's names. Only pods that this instance of the agent saw first
-//! count: what a pod that ran before has waited for is not known.
+//! Startup latency of pods, with the kubelet's metric names. Only pods that are new to this agent count: the
+//! startup of a pod that ran before is unknown.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use tracing::{Span, field::Empty, trace_span};
 use beelet_base::spans::TARGET;
 use beelet_model::{status::has_ended, table::PodName};
 
-/// Bounds of durations, in seconds: the kubelet's.
+/// Upper bounds of the buckets, in seconds: the kubelet's.
 const BUCKETS: [f64; 25] = [
     0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0,
     480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0,
@@ -26,16 +26,16 @@ const BUCKETS: [f64; 25] = [
 #[derive(Debug)]
 struct Start {
     seen: Instant,
-    /// Duration of its pulls.
+    /// Duration of the pod's pulls.
     pulling: Duration,
     runs: bool,
 }
 
-/// The pods that are starting, and the latencies of others. Clones share them.
+/// Starting pods, and histograms of startup latencies; shared by clones.
 #[derive(Clone, Debug)]
 pub(crate) struct StartupLatency {
     starting: Arc<Mutex<BTreeMap<String, Start>>>,
-    /// Spans of pods that were not ready yet, with the spans of their steps below.
+    /// Spans of pods that were not ready yet, parents of the spans of their steps.
     spans: Arc<Mutex<BTreeMap<String, Span>>>,
     running: Histogram,
     total: Histogram,
@@ -59,7 +59,7 @@ impl StartupLatency {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_pod_start_duration_seconds",
-            "Time from when a pod was first seen until it ran, in seconds",
+            "Time from the first observation of a pod until its phase was Running, in seconds",
             self.running.clone(),
         );
         registry.register(
@@ -69,12 +69,12 @@ impl StartupLatency {
         );
         registry.register(
             "kubelet_pod_start_sli_duration_seconds",
-            "The same without pulls and init containers, of pods with no volumes but ephemeral ones, in seconds",
+            "Time from a pod's creation until all its containers ran, without pulls and init containers, of pods with only ephemeral volumes, in seconds",
             self.sli.clone(),
         );
     }
 
-    /// Begins with a pod that is seen for the first time.
+    /// Begins the measurement of a new pod.
     pub(crate) fn begin(&self, name: &PodName, uid: &str) {
         let span = trace_span!(
             target: TARGET, parent: None, "pod", otel.name = "startPod", k8s.pod.uid = uid,
@@ -87,7 +87,8 @@ impl StartupLatency {
         self.with(|starting| starting.insert(uid.to_owned(), start));
     }
 
-    /// The span of a step of the pod's worker: below that of its start until it was ready, then on its own.
+    /// Returns the span of a step of the pod's worker: a child of the span of the pod's start until the pod
+    /// is ready, later a root.
     pub(crate) fn step(&self, name: &PodName, uid: &str, step: &'static str) -> Span {
         let parent = self.spans().get(uid).and_then(Span::id);
         trace_span!(
@@ -97,7 +98,7 @@ impl StartupLatency {
         )
     }
 
-    /// Ends the span of the pod's start. The last span below it names the end.
+    /// Ends the span of the pod's start, with a last child span that names the end.
     fn end_span(&self, uid: &str, end: &'static str) {
         if let Some(span) = self.spans().remove(uid) {
             drop(trace_span!(target: TARGET, parent: &span, "end", otel.name = end));
@@ -113,13 +114,13 @@ impl StartupLatency {
         self.with(|starting| starting.get_mut(uid).into_iter().for_each(|start| start.pulling += took));
     }
 
-    /// Forgets a pod that is gone.
+    /// Forgets a removed pod.
     pub(crate) fn forget(&self, uid: &str) {
         self.with(|starting| starting.remove(uid));
         self.end_span(uid, "gone");
     }
 
-    /// Follows the newest status of a pod.
+    /// Records the newest status of a pod.
     pub(crate) fn record(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
         if has_ended(Some(status)) {
             self.end_span(uid, "ended");
@@ -163,7 +164,7 @@ fn all_run(status: &core::PodStatus) -> bool {
     containers.all(|container| container.state.as_ref().is_some_and(|state| state.running.is_some()))
 }
 
-/// Duration of the init containers that have ended.
+/// Returns the total duration of the ended init containers.
 fn init_time(status: &core::PodStatus) -> Duration {
     let states = status.init_container_statuses.iter().flatten().filter_map(|one| one.state.as_ref());
     let times = states.filter_map(|state| {
@@ -174,7 +175,7 @@ fn init_time(status: &core::PodStatus) -> Duration {
     times.sum()
 }
 
-/// Returns true if all volumes end with the pod, as the definition of the SLI has it.
+/// Returns true if all volumes end with the pod, which the definition of the SLI requires.
 fn is_stateless(pod: &core::Pod) -> bool {
     let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     volumes.all(|volume| {
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pod_that_ran_before_or_is_gone_counts_for_nothing() {
+    async fn earlier_and_removed_pods_do_not_count() {
         let latency = StartupLatency::default();
         let status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
         latency.record("old", &core::Pod::default(), &status, Timestamp::now());

@@ -1,4 +1,4 @@
-//! Takes away the volumes, the cgroup, the devices and the logs of a pod whose containers have ended.
+//! Removal of the volumes, the cgroup, the devices and the logs of a pod whose containers have ended.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use beelet_volumes::{PodVolumes, VolumeManager};
 
 use crate::{error::Error, plan::PodPlan, pod_users::PodUsers};
 
-/// Takes away parts of pods.
+/// Removes parts of pods.
 #[derive(Clone, Debug)]
 pub(crate) struct Teardown {
     pub(crate) volumes: VolumeManager,
@@ -19,7 +19,8 @@ pub(crate) struct Teardown {
 }
 
 impl Teardown {
-    /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.
+    /// Removes the cgroup and the volumes, and releases the devices, of a pod whose containers and sandboxes
+    /// are removed.
     ///
     /// # Errors
     /// A volume or a cgroup is still in use.
@@ -29,8 +30,8 @@ impl Teardown {
         Ok(())
     }
 
-    /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay for people to
-    /// inspect. The pod's devices are free as soon as another pod needs them.
+    /// Removes the cgroup and the volumes of an ended pod, whose containers remain for inspection by users.
+    /// The pod's devices are released as soon as another pod needs them.
     ///
     /// # Errors
     /// A volume or a cgroup is still in use.
@@ -49,13 +50,14 @@ impl Teardown {
         tasks: &BlockingTasks,
         of_volumes: fn(&PodVolumes) -> Result<(), beelet_volumes::Error>,
     ) -> Result<(), Error> {
-        // A cancelled step may still make files and mounts, until it sees that its caller waits no longer.
+        // The blocking work of a cancelled step may create files and mounts until it notices the
+        // cancellation.
         tasks.done().await;
         self.volumes.unpublish(&plan.uid).await.map_err(Error::of_files)?;
         let (plan, cgroups) = (Arc::clone(plan), Arc::clone(&self.cgroups));
         let remove = tasks.run(move || {
             for path in &plan.cgroups {
-                // Also one that does not exist: a part of it may be left.
+                // A missing cgroup may still exist in another hierarchy.
                 cgroups.destroy(path)?;
             }
             of_volumes(&plan.volumes).map_err(Error::of_files)
@@ -63,7 +65,7 @@ impl Teardown {
         remove.await
     }
 
-    /// Removes the logs of a pod that is gone.
+    /// Removes the logs of a removed pod.
     ///
     /// # Errors
     /// The folder cannot be removed.

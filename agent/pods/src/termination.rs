@@ -1,5 +1,6 @@
-//! A container's last words: the file at its `terminationMessagePath`, or, where that is empty and the policy
-//! says so, the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
+//! Termination message of a container: the file at its `terminationMessagePath` or, if the file is empty and
+//! the policy allows, the end of its log. The length is limited as in the kubelet, so that a container cannot
+//! fill the pod's status.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -14,11 +15,12 @@ use beelet_model::labels;
 
 /// Most bytes of a message (`MaxContainerTerminationMessageLength`).
 const MESSAGE_MAX: usize = 4096;
-/// Most bytes and lines of a log's end (`MaxContainerTerminationMessageLogLength`, `…LogLines`).
+/// Most bytes of a log's end (`MaxContainerTerminationMessageLogLength`).
 const LOG_MAX: usize = 2048;
+/// Most lines of a log's end (`MaxContainerTerminationMessageLogLines`).
 const LOG_LINES: usize = 80;
 
-/// Makes the file for a container's next instance, in the pod's folder. Blocking.
+/// Creates the file for a container's next instance in the pod's folder. Blocks.
 pub(super) fn prepare(
     folder: &Path,
     container: &core::Container,
@@ -34,7 +36,7 @@ pub(super) fn prepare(
     beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE)?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
-    // Whoever the container runs as may write it.
+    // Any user of the container may write to the file.
     let made = own_file::own(&file).and_then(|file| {
         file.set_len(0)?;
         own_file::permit(&file, 0o666)
@@ -45,7 +47,7 @@ pub(super) fn prepare(
     Ok(Some(WritableFile::TerminationMessage.mount(&file, path, false)))
 }
 
-/// Removes the last words of all instances but the last one. Leaving one behind is harmless.
+/// Removes the files of all instances but the previous one. Leaving a file behind is harmless.
 fn forget_older(folder: &Path, attempt: u32) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let number = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok());
@@ -55,7 +57,7 @@ fn forget_older(folder: &Path, attempt: u32) {
     }
 }
 
-/// What an ended container has said, with what the runtime says of its end before it. Blocking.
+/// Returns the termination message of an ended container. Blocks.
 pub(super) fn message(status: &cri::ContainerStatus) -> Option<String> {
     if status.state() != cri::ContainerState::ContainerExited {
         return None;
@@ -69,15 +71,15 @@ pub(super) fn message(status: &cri::ContainerStatus) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// The file's place on the machine, from the mounts that the container was made with.
+/// Returns the path of the file on the node, from the mounts of the container.
 fn file_of(status: &cri::ContainerStatus) -> Option<PathBuf> {
     let path = status.annotations.get(labels::TERMINATION_PATH).filter(|path| !path.is_empty())?;
     let mount = status.mounts.iter().find(|mount| mount.container_path == *path)?;
     Some(PathBuf::from(&mount.host_path))
 }
 
-/// The end of a file that a container wrote, where a stack trace has its cause: never through a link, never
-/// of anything but a plain file.
+/// Reads the end of a file that a container wrote: a stack trace has its cause at the end. Never follows
+/// links, and reads only regular files.
 fn read_file(path: &Path) -> Option<String> {
     let mut file = own_file::read(path).ok()?;
     let length = file.metadata().ok()?.len();
@@ -91,7 +93,7 @@ fn read_file(path: &Path) -> Option<String> {
         }
     }
     bytes.truncate(length);
-    // What is no text becomes longer as text, and its end is what counts.
+    // Replacing invalid UTF-8 makes the text longer. The end of the text is kept.
     let text = String::from_utf8_lossy(&bytes);
     let mut start = text.len().saturating_sub(MESSAGE_MAX);
     while !text.is_char_boundary(start) {
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_made_for_everybody_and_older_ones_go() {
+    fn the_file_is_writable_for_all_and_older_files_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         for attempt in 0..3 {
             prepare(dir.path(), &container(json!({})), attempt).unwrap().unwrap();
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_logs_end_stands_in_for_a_failed_container_that_said_nothing() {
+    fn the_end_of_the_log_replaces_an_empty_message_of_a_failed_container() {
         let dir = tempfile::tempdir().unwrap();
         let mount = prepare(dir.path(), &container(json!({})), 0).unwrap();
         let log = dir.path().join("0.log");

@@ -1,9 +1,8 @@
-//! The ids of pods with user namespaces of their own (KEP-127), in the file and form in which the kubelet
-//! remembers them:
-//! `<pods>/<uid>/userns`. Either takes over from the other without touching what runs.
+//! ID ranges of pods with their own user namespace (KEP-127), in the kubelet's file and format:
+//! `<pods>/<uid>/userns`. The agent and a kubelet can replace each other without a restart of pods.
 //!
-//! The files are all there is: what is taken is what they say, and ids are free again as soon as a pod's
-//! folder is gone, whoever took it away. Must never change the ids of a pod that has some. All calls block.
+//! The files are the only state: a range is allocated if a file has it, and free once the pod's folder is
+//! removed, by any program. Must never change the range of a pod. All functions block.
 
 use std::{
     path::PathBuf,
@@ -17,38 +16,37 @@ use beelet_state::{ForeignFile, StateError};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// The file's name.
+/// Name of the file.
 const FILE: &str = "userns";
 
-/// Why a pod has no ids.
+/// Failed allocation of an ID range.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The pod's folder can't be made.
+    /// The pod's folder cannot be created.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),
-    /// The file can't be read or written.
+    /// The file cannot be read or written.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The ids of a pod that may run can't be known from its record. No pod gets ids until they are: two pods
-    /// must never share any.
+    /// The record of a pod that may run is damaged. Until its range is known, no pod gets a range: two pods
+    /// must never share IDs.
     #[error(
-        "the user ids of the pod {uid} can't be known ({why}), so no other pod can get any; the runtime may tell them"
+        "the user IDs of pod {uid} are unknown ({why}), so no other pod can get user IDs; the runtime may report them"
     )]
     Unknown {
-        /// The pod with the record.
+        /// UID of the pod with the record.
         uid: String,
-        /// What is wrong.
+        /// Cause.
         why: String,
     },
-    /// There are more pods than ranges.
+    /// All ranges are allocated.
     #[error(
-        "all user and group ids that pods may have are in use; give the user kubelet more of them in /etc/subuid \
-             and /etc/subgid"
+        "all user and group IDs for pods are in use; add more for the user `kubelet` in /etc/subuid and /etc/subgid"
     )]
     NoneLeft,
 }
 
-/// What the file says, as the kubelet writes it.
+/// Content of the file, in the kubelet's format.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Mappings {
@@ -72,7 +70,8 @@ impl Mappings {
         Self { uids: mapping(), gids: mapping() }
     }
 
-    /// The range, if there is one and the same for users and groups, with root at its beginning.
+    /// Returns the range if users and groups have one identical mapping, which begins at the container's
+    /// root.
     fn ids(&self) -> Option<IdRange> {
         let [Mapping { host_id, container_id: 0, length }] = self.uids[..] else { return None };
         let sound = self.uids == self.gids && host_id != 0 && length != 0;
@@ -80,7 +79,7 @@ impl Mappings {
     }
 }
 
-/// Gives pods their ids.
+/// Allocator of pods' ID ranges.
 #[derive(Debug)]
 pub struct UserNamespaces {
     pool: IdPool,
@@ -89,60 +88,61 @@ pub struct UserNamespaces {
 }
 
 impl UserNamespaces {
-    /// Gives ids of `pool` to the pods whose folders are in `pods_dir`.
+    /// Returns an allocator of ranges of `pool` for the pods with folders in `pods_dir`.
     #[must_use]
     pub fn new(pool: IdPool, pods_dir: PathBuf) -> Self {
         Self { pool, pods_dir, choosing: Mutex::default() }
     }
 
-    /// The ids of a pod: those that it has, else some that nobody has, which are its own from now on.
+    /// Returns the range of a pod. Allocates a free range if the pod has none.
     ///
     /// # Errors
     /// Among others [`Error::Unknown`]: see [`Self::unknown`].
     pub(crate) fn of(&self, uid: &str) -> Result<IdRange, Error> {
         let _one_at_a_time = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
         let file = self.file(uid);
-        // The last range of all was handed out before: the kernel refuses it, so nothing ever ran with it.
+        // Earlier versions allocated the last range too. The kernel rejects that range, so no process ever
+        // used it.
         let known = read(&file).map_err(|why| unknown(uid, why))?;
         if let Some(ids) = known.filter(|ids| ids.is_usable()) {
             return Ok(ids);
         }
-        let ids = self.pool.choose(uid, &self.taken()?).ok_or(Error::NoneLeft)?;
+        let ids = self.pool.choose(uid, &self.allocated()?).ok_or(Error::NoneLeft)?;
         self.write(&file, uid, ids)
     }
 
     fn write(&self, file: &ForeignFile, uid: &str, ids: IdRange) -> Result<IdRange, Error> {
         make_folder(&self.pods_dir.join(uid), PRIVATE)?;
-        // The form has no part that JSON lacks.
+        // Serialization of this type cannot fail.
         let bytes = serde_json::to_vec(&Mappings::of(ids)).unwrap_or_default();
         file.replace(&bytes)?;
         file.settle()?;
         Ok(ids)
     }
 
-    /// Takes the ids of a pod back that has ended: nothing runs in its namespace any more.
+    /// Releases the range of an ended pod. No process of the pod may run.
     pub(crate) fn release(&self, uid: &str) -> Result<(), Error> {
         Ok(self.file(uid).remove()?)
     }
 
-    /// All ids that pods have.
-    fn taken(&self) -> Result<Vec<IdRange>, Error> {
-        let mut taken = Vec::new();
+    /// Returns the ranges of all pods.
+    fn allocated(&self) -> Result<Vec<IdRange>, Error> {
+        let mut allocated = Vec::new();
         for uid in self.pods()? {
-            taken.extend(read(&self.file(&uid)).map_err(|why| unknown(&uid, why))?);
+            allocated.extend(read(&self.file(&uid)).map_err(|why| unknown(&uid, why))?);
         }
-        Ok(taken)
+        Ok(allocated)
     }
 
-    /// The pods whose records can't be read: whether they have ids, and which, the runtime may know.
+    /// Returns the pods with unreadable records. The runtime may know their ranges.
     pub(crate) fn unknown(&self) -> Result<Vec<String>, Error> {
         let mut pods = self.pods()?;
         pods.retain(|uid| read(&self.file(uid)).is_err());
         Ok(pods)
     }
 
-    /// Puts what the runtime says in place of a record that can't be read: the ids of what runs of the pod,
-    /// none if nothing does.
+    /// Replaces an unreadable record by the range that the runtime reports for the pod; None if the pod has
+    /// no running sandbox.
     pub(crate) fn learn(&self, uid: &str, ids: Option<IdRange>) -> Result<(), Error> {
         let _one_at_a_time = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
         let file = self.file(uid);
@@ -152,7 +152,7 @@ impl UserNamespaces {
                 uid,
                 ?ids,
                 ?moved_to,
-                "the record of a pod's user ids is damaged: the runtime's word counts"
+                "the record of a pod's user IDs is damaged, using the IDs that the runtime reports"
             );
         }
         match ids {
@@ -161,7 +161,7 @@ impl UserNamespaces {
         }
     }
 
-    /// The pods that have folders.
+    /// Returns the pods with folders.
     fn pods(&self) -> Result<Vec<String>, Error> {
         let failed = |cause: std::io::Error| unknown("", format!("{}: {cause}", self.pods_dir.display()));
         let entries = match std::fs::read_dir(&self.pods_dir) {
@@ -171,7 +171,7 @@ impl UserNamespaces {
         let mut pods = Vec::new();
         for entry in entries {
             let entry = entry.map_err(failed)?;
-            // A pod's UID is text, and what is no folder has no record.
+            // Names that are not UTF-8 are not UIDs, and only folders have records.
             let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
             pods.extend(entry.file_name().into_string().ok().filter(|_| is_folder));
         }
@@ -187,7 +187,7 @@ fn unknown(uid: &str, why: String) -> Error {
     Error::Unknown { uid: uid.to_owned(), why }
 }
 
-/// The ids in a record; None where there is no record.
+/// Returns the range in a record, or None if the record does not exist.
 fn read(file: &ForeignFile) -> Result<Option<IdRange>, String> {
     let Some(bytes) = file.read().map_err(|error| error.to_string())? else { return Ok(None) };
     let form = || format!("{} is damaged", file.path().display());
@@ -195,15 +195,15 @@ fn read(file: &ForeignFile) -> Result<Option<IdRange>, String> {
     read.ids().map(Some).ok_or_else(form)
 }
 
-/// The ids of what runs in a sandbox, as the runtime says them.
+/// Returns the range that the runtime reports for a sandbox, or None for the node's user namespace.
 ///
 /// # Errors
-/// The runtime doesn't say whether the sandbox has ids of its own, or says something that can't be.
-pub(crate) fn told(status: &cri::PodSandboxStatusResponse) -> Result<Option<IdRange>, String> {
+/// The runtime does not report the user namespace of the sandbox, or reports an invalid mapping.
+pub(crate) fn reported(status: &cri::PodSandboxStatusResponse) -> Result<Option<IdRange>, String> {
     let linux = status.status.as_ref().and_then(|status| status.linux.as_ref());
     let options = linux.and_then(|linux| linux.namespaces.as_ref()?.options.as_ref());
     let users = options.and_then(|options| options.userns_options.as_ref());
-    let users = users.ok_or("the runtime doesn't tell the ids of its sandbox")?;
+    let users = users.ok_or("the runtime does not report the user IDs of the sandbox")?;
     if users.mode == i32::from(cri::NamespaceMode::Node) {
         return Ok(None);
     }
@@ -213,7 +213,7 @@ pub(crate) fn told(status: &cri::PodSandboxStatusResponse) -> Result<Option<IdRa
         {
             Ok(Some(IdRange { first: *host_id, length: *length }))
         }
-        _ => Err("the runtime tells ids of its sandbox that can't be".to_owned()),
+        _ => Err("the runtime reports invalid user IDs for the sandbox".to_owned()),
     }
 }
 
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_keeps_its_ids_over_a_restart_and_gives_them_back_with_its_folder() {
+    fn a_range_survives_a_restart_and_is_free_after_removal_of_the_folder() {
         let dir = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|uid| users(dir.path(), 2).of(uid).unwrap());
         assert_ne!(a, b);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_record_that_can_not_be_nobody_gets_ids_until_the_runtime_tells_them() {
+    fn a_damaged_record_blocks_allocation_until_the_runtime_reports_its_range() {
         let dir = tempfile::tempdir().unwrap();
         let users = users(dir.path(), 2);
         let folder = dir.path().join("a");
@@ -272,26 +272,26 @@ mod tests {
             assert!(users.unknown().unwrap().is_empty());
             users.release("b").unwrap();
         }
-        // Of a pod of which nothing runs, the ids are free.
+        // The range of a pod without a running sandbox is free.
         std::fs::write(folder.join(FILE), "").unwrap();
         users.learn("a", None).unwrap();
         assert!(users.of("b").is_ok() && users.of("a").is_ok());
-        // A link, or a FIFO, is no record either, and nobody waits for it.
+        // A link is not a valid record.
         std::fs::remove_file(folder.join(FILE)).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", folder.join(FILE)).unwrap();
-        assert!(users.of("b").is_ok(), "it has its own");
+        assert!(users.of("b").is_ok(), "the pod has its own record");
         users.release("b").unwrap();
         assert!(matches!(users.of("b"), Err(Error::Unknown { .. })));
     }
 
     #[test]
-    fn the_runtimes_word_of_a_sandboxs_ids_is_whole_or_none() {
+    fn a_reported_range_is_valid_or_an_error() {
         let status = |users: Option<cri::UserNamespace>| {
             let options = cri::NamespaceOption { userns_options: users, ..Default::default() };
             let namespaces = Some(cri::Namespace { options: Some(options) });
             let linux = Some(cri::LinuxPodSandboxStatus { namespaces });
             let status = Some(cri::PodSandboxStatus { linux, ..Default::default() });
-            told(&cri::PodSandboxStatusResponse { status, ..Default::default() })
+            reported(&cri::PodSandboxStatusResponse { status, ..Default::default() })
         };
         let mode = |mode: cri::NamespaceMode, uids: &[(u32, u32, u32)]| {
             let mapping = |&(host_id, container_id, length)| cri::IdMapping { host_id, container_id, length };
@@ -306,7 +306,7 @@ mod tests {
         for wrong in wrong {
             assert!(mode(cri::NamespaceMode::Pod, wrong).is_err(), "{wrong:?}");
         }
-        assert!(status(None).is_err(), "a runtime that says nothing");
-        assert!(told(&cri::PodSandboxStatusResponse::default()).is_err());
+        assert!(status(None).is_err(), "a runtime without the field");
+        assert!(reported(&cri::PodSandboxStatusResponse::default()).is_err());
     }
 }
