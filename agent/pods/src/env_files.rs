@@ -110,11 +110,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(json!({
             "metadata": {"name": "web", "uid": "u1"},
-            "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}, {"name": "host", "hostPath": {"path": "/"}}]},
+            "spec": {"containers": [], "volumes": [{"name": "data", "emptyDir": {}}, {"name": "host", "hostPath": {"path": "/"}}]},
         }))
         .unwrap();
         let volumes = PodVolumes::of(&pod, dir.path(), &beelet_volumes::Plugins::default());
-        let folder = dir.path().join("u1/volumes/said");
+        let folder = dir.path().join("u1/volumes/data");
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("vars"), "A='$(B) $5'\nC='3'\n").unwrap();
         std::os::unix::fs::symlink("/etc/passwd", folder.join("link")).unwrap();
@@ -139,12 +139,12 @@ mod tests {
                 (found, _) => panic!("{found:?}"),
             }
         };
-        check(container("said", "vars", "A", false), Ok(&[("B", "b"), ("X", "$$(B) $$5")]));
-        check(container("said", "vars", "none", true), Ok(&[("B", "b")]));
-        check(container("said", "vars", "none", false), Err("has no variable none"));
-        check(container("said", "gone", "A", true), Err("gone"));
-        check(container("said", "link", "A", true), Err("link"));
-        check(container("said", "../x", "A", true), Err("x"));
+        check(container("data", "vars", "A", false), Ok(&[("B", "b"), ("X", "$$(B) $$5")]));
+        check(container("data", "vars", "none", true), Ok(&[("B", "b")]));
+        check(container("data", "vars", "none", false), Err("has no variable none"));
+        check(container("data", "gone", "A", true), Err("gone"));
+        check(container("data", "link", "A", true), Err("link"));
+        check(container("data", "../x", "A", true), Err("x"));
         check(container("host", "etc/passwd", "A", true), Err("emptyDir"));
         check(container("none", "x", "A", true), Err("none"));
     }
@@ -153,13 +153,13 @@ mod tests {
     fn repeated_references_to_files_and_values_stop_at_the_budget() {
         let dir = tempfile::tempdir().unwrap();
         let pod = json!({"metadata": {"name": "web", "uid": "u1"},
-            "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}]}});
+            "spec": {"containers": [], "volumes": [{"name": "data", "emptyDir": {}}]}});
         let volumes = PodVolumes::of(
             &serde_json::from_value(pod).unwrap(),
             dir.path(),
             &beelet_volumes::Plugins::default(),
         );
-        let folder = dir.path().join("u1/volumes/said");
+        let folder = dir.path().join("u1/volumes/data");
         std::fs::create_dir_all(&folder).unwrap();
         let long = format!("A='{}'\n", "x".repeat(1_000_000));
         for n in 0..20 {
@@ -168,7 +168,7 @@ mod tests {
         let check = |variables: usize, files: usize, key: &str, expected: &str| {
             let variable = |n: usize| {
                 let path = (n % files).to_string();
-                let from = json!({"volumeName": "said", "path": path, "key": key, "optional": true});
+                let from = json!({"volumeName": "data", "path": path, "key": key, "optional": true});
                 json!({"name": format!("V{n}"), "valueFrom": {"fileKeyRef": from}})
             };
             let env: Vec<_> = (0..variables).map(variable).collect();
@@ -178,6 +178,6 @@ mod tests {
             assert_eq!(failed, format!("environment variable {expected} {together}"));
         };
         check(12_000, 1, "A", "V16 of container c: its value");
-        check(12_000, 20, "none", "V16 of container c: the file 16 of the volume said");
+        check(12_000, 20, "none", "V16 of container c: the file 16 of the volume data");
     }
 }

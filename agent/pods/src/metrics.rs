@@ -101,7 +101,7 @@ pub struct Metrics {
     pub rejected_manifests: Gauge,
     /// Failed writes of the durable pod records.
     pub state_write_errors: Counter,
-    /// Started pods with their own user namespace, and failed starts of such pods.
+    /// Attempts to create sandboxes with their own user namespace, and failed attempts.
     pub(crate) user_namespaced: (Counter, Counter),
     /// HTTPS hooks that were repeated by HTTP.
     pub downgraded_hooks: Counter,

@@ -190,7 +190,7 @@ impl PodPlan {
 }
 
 /// Returns the rejection of a pod by this node, if any. Forbidden settings are checked only for pods of the
-/// API server: a manifest with such a setting is rejected when it is read.
+/// API server: manifests with these settings are rejected earlier.
 fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
     let rejection = |reason: &str, message: String| AdmissionRejection {
         reason: reason.to_owned(),

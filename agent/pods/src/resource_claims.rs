@@ -37,7 +37,7 @@ impl ResourceClaims {
     }
 
     /// Unprepares the claims of a pod through their drivers. The call comes after all containers have stopped
-    /// and before the pod's status shows its end: readers of such a status consider the devices free
+    /// and before the pod's status shows its end: readers of that status consider the devices free
     /// (`SyncTerminatingPod`).
     ///
     /// # Errors

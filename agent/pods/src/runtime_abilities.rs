@@ -1,5 +1,5 @@
 //! Abilities of container runtimes that depend on the runtime's version. A runtime ignores unknown fields of
-//! a container without an error, so the agent refuses such a container.
+//! a container without an error, so the agent refuses the container.
 
 use beelet_cri::Runtime;
 

@@ -156,16 +156,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mount = prepare(dir.path(), &container(json!({})), 0).unwrap();
         let file = mount.as_ref().unwrap().host_path.clone();
-        let said = || message(&ended(mount.clone(), Path::new("/none"), "File", 1));
-        assert_eq!(said(), None);
+        let read = || message(&ended(mount.clone(), Path::new("/none"), "File", 1));
+        assert_eq!(read(), None);
         std::fs::write(&file, "out of cheese").unwrap();
-        assert_eq!(said().as_deref(), Some("out of cheese"));
+        assert_eq!(read().as_deref(), Some("out of cheese"));
         std::fs::write(&file, "é".repeat(4000) + "the cause").unwrap();
-        let end = said().unwrap();
+        let end = read().unwrap();
         assert!(end.len() <= MESSAGE_MAX && end.ends_with("the cause"), "{end}");
         std::fs::remove_file(&file).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", &file).unwrap();
-        assert_eq!(said(), None);
+        assert_eq!(read(), None);
         assert_eq!(
             message(&cri::ContainerStatus { state: 1, ..ended(None, Path::new("/n"), "File", 1) }),
             None
@@ -180,13 +180,13 @@ mod tests {
         let lines: String =
             (0..200).map(|i| format!("2026-11-21T19:00:00.000000001Z stderr F line {i}\n")).collect();
         std::fs::write(&log, lines).unwrap();
-        let said = |policy: &str, code| message(&ended(mount.clone(), &log, policy, code));
-        assert_eq!(said("File", 1), None);
-        assert_eq!(said("FallbackToLogsOnError", 0), None);
-        let text = said("FallbackToLogsOnError", 1).unwrap();
+        let read = |policy: &str, code| message(&ended(mount.clone(), &log, policy, code));
+        assert_eq!(read("File", 1), None);
+        assert_eq!(read("FallbackToLogsOnError", 0), None);
+        let text = read("FallbackToLogsOnError", 1).unwrap();
         assert_eq!(text.lines().count(), LOG_LINES);
         assert!(text.starts_with("line 120\n") && text.ends_with("line 199\n"), "{text}");
-        std::fs::write(&mount.as_ref().unwrap().host_path, "said").unwrap();
-        assert_eq!(said("FallbackToLogsOnError", 1).as_deref(), Some("said"));
+        std::fs::write(&mount.as_ref().unwrap().host_path, "written").unwrap();
+        assert_eq!(read("FallbackToLogsOnError", 1).as_deref(), Some("written"));
     }
 }

@@ -428,7 +428,7 @@ impl Worker {
         self.ending.close();
         self.starts.devices().revoke();
         self.ending.unprepare(&self.plan).await?;
-        // A volume may hang. The report of the pod's end doesn't wait for the volume (SyncTerminatingPod).
+        // A volume may hang. The report of the pod's end does not wait for the volume (SyncTerminatingPod).
         if !self.report(&seen, &nothing, Stage::Stopped).await {
             return Ok(None);
         }
@@ -450,7 +450,7 @@ impl Worker {
         let last = self.observations.last_states().await?;
         let stage = if last.may_run() { Stage::Here } else { Stage::Stopped };
         if stage == Stage::Stopped && self.ending.has_claims(&self.plan) {
-            // The report of the ended containers doesn't wait for drivers.
+            // The report of the ended containers does not wait for drivers.
             if !self.report(&last, &nothing, Stage::Here).await {
                 return Ok(None);
             }

@@ -1,4 +1,4 @@
-//! Pods that the API server assigns to the node. Such pods are identified by UID, may change while they run,
+//! Pods that the API server assigns to the node. These pods are identified by UID, may change while they run,
 //! and are deleted in two steps: the API server sets a pod's deletion timestamp and grace period, and removes
 //! the object once the agent confirms that the pod is removed.
 
@@ -36,7 +36,7 @@ pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod
         // Another client has set a final phase in the API server: no controller expects the pod to run.
         let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
         let reason = text(&status.reason, "Terminated");
-        let message = text(&status.message, "The API server says that the pod has ended");
+        let message = text(&status.message, "The pod has ended in the API server");
         failing::fail(pods, uid, &PodFailure::new(reason, message, None));
     }
     pods.publish(uid);

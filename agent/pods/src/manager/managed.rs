@@ -90,7 +90,8 @@ impl Managed {
         self.record.status.as_ref().is_none_or(|status| status.phase.as_deref() == Some("Pending"))
     }
 
-    /// Returns true if the manager forgets the pod after its removal, because no source has the pod any more.
+    /// Returns true if the manager forgets the pod after its removal, because the pod is no longer in any
+    /// source.
     pub(super) fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
     }

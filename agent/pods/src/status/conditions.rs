@@ -48,7 +48,7 @@ pub(super) fn conditions(
     conditions
 }
 
-/// Returns the condition of a restart of all containers, for a pod whose rules allow such a restart.
+/// Returns the condition of a restart of all containers, for a pod whose rules allow it.
 fn restart_condition(inputs: &Inputs<'_>, phase: &str) -> Option<core::PodCondition> {
     let spec = inputs.pod.spec.as_ref().filter(|spec| pod::may_restart_all(spec))?;
     let state = match phase {

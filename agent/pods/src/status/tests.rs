@@ -17,7 +17,7 @@ fn node() -> NodeFacts {
     beelet_spec::fixtures::node()
 }
 
-#[allow(clippy::needless_pass_by_value)] // callers hand over what json! makes
+#[allow(clippy::needless_pass_by_value)] // callers pass the value of json!
 fn pod(spec: serde_json::Value) -> core::Pod {
     serde_json::from_value(
         json!({"metadata": {"name": "web", "namespace": "shop", "uid": "u1"}, "spec": spec}),
@@ -155,7 +155,7 @@ fn a_pod_without_probes_is_ready_as_soon_as_it_runs() {
 }
 
 #[test]
-fn a_probed_container_is_ready_when_its_probe_says_so() {
+fn a_probed_container_is_ready_when_its_probe_succeeds() {
     let with = |ready| Case {
         probes: [("a-0".to_owned(), ProbeFacts { ready, started: None })].into(),
         ..Case::default()
@@ -163,12 +163,12 @@ fn a_probed_container_is_ready_when_its_probe_says_so() {
     check(probed(), &["a 0 running"], &with(None), "Running Ready=False a: running");
     check(probed(), &["a 0 running"], &with(Some(false)), "Running Ready=False a: running");
     check(probed(), &["a 0 running"], &with(Some(true)), "Running Ready=True a: running ready");
-    // What was said of the instance before says nothing of this one.
+    // A probe result of the previous instance does not apply to this one.
     check(probed(), &["a 0 exit 1", "a 1 running"], &with(Some(true)), "Running Ready=False a: running");
 }
 
 #[test]
-fn what_a_probe_says_before_the_runtime_was_asked_is_told() {
+fn a_probe_result_before_the_first_observation_changes_readiness() {
     let facts = |ready| [("a-0".to_owned(), ProbeFacts { ready: Some(ready), started: None })].into();
     let (pod, runs) = (pod(probed()), seen(&["a 0 running"]));
     let before = Case { probes: facts(false), ..Case::default() }.status(&pod, &runs);
@@ -211,7 +211,7 @@ fn a_restarted_container_shows_how_the_one_before_it_ended() {
 }
 
 #[test]
-fn a_container_that_a_probe_stopped_is_no_end_of_its_pod_unless_it_never_restarts() {
+fn a_container_stopped_by_a_probe_ends_its_pod_only_if_it_never_restarts() {
     let phase = |policy: &str, reason: KillReason| {
         let spec = json!({"restartPolicy": policy, "containers": [{"name": "a", "image": "i"}]});
         let case = Case { condemned: [("a-0".to_owned(), reason)].into(), ..Case::default() };
@@ -252,7 +252,7 @@ fn containers_wait_for_their_init_containers() {
 }
 
 #[test]
-fn an_init_container_that_the_runtime_has_forgotten_has_done_its_part() {
+fn a_forgotten_init_container_counts_as_completed() {
     let spec = json!({
         "initContainers": [{"name": "init", "image": "i"}],
         "containers": [{"name": "a", "image": "i"}],
@@ -324,7 +324,7 @@ fn a_resize_of_the_pod_as_a_whole_is_in_progress_until_its_cgroup_has_it() {
 }
 
 #[test]
-fn a_restart_of_all_containers_is_no_end_of_the_pod() {
+fn a_restart_of_all_containers_does_not_end_the_pod() {
     let spec = json!({
         "restartPolicy": "Never",
         "initContainers": [{"name": "i", "image": "i"}],
@@ -377,7 +377,7 @@ fn an_ephemeral_container_has_a_status_of_its_own() {
 }
 
 #[test]
-fn a_container_shows_whom_it_runs_as_and_how_its_volumes_are_mounted() {
+fn a_container_shows_its_user_and_its_volume_mounts() {
     let mount = |path: &str, read_only: bool, recursive: &str| json!({"name": "v", "mountPath": path, "readOnly": read_only, "recursiveReadOnly": recursive});
     let spec = json!({"containers": [{"name": "a", "image": "i", "volumeMounts": [
         {"name": "v", "mountPath": "/rw"}, mount("/ro", true, "Disabled"), mount("/asked", true, "Enabled"),

@@ -90,7 +90,7 @@ impl Starts {
         }
     }
 
-    /// Forgets the failed tries of containers that need no start any more, and records events for containers
+    /// Forgets the failed tries of containers that no longer need a start, and records events for containers
     /// that enter back-off.
     pub(super) fn follow(&mut self, plan: &PodPlan, actions: &Actions) {
         self.failed.retain(|name, _| actions.start.iter().any(|start| start.name == *name));

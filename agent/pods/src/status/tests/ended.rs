@@ -1,25 +1,25 @@
-//! Statuses of pods that were ended, and of containers that the runtime has lost.
+//! Statuses of ended pods, and of containers that the runtime has lost.
 
 use super::*;
 
 #[test]
-fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
+fn a_failed_pod_keeps_the_last_statuses_of_its_containers() {
     let evicted = |cleared| PodFailure { cleared, ..PodFailure::new("Evicted", "too much", None) };
     let running = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
     let ending = Case { previous: Some(running), failure: Some(evicted(false)), ..Case::default() };
     let status = ending.status(&pod(one()), &seen(&["a 0 running"]));
     assert_eq!(line(&status), "Running Ready=True a: running ready");
     assert_eq!(status.reason.as_deref(), Some("Evicted"));
-    // Its end was seen, and then its records were removed.
+    // The container's end was observed before its records were removed.
     let seen_end = ending.status(&pod(one()), &seen(&["a 0 exit 143"]));
     let cleared = Case { previous: Some(seen_end), failure: Some(evicted(true)), ..Case::default() };
     assert_eq!(line(&cleared.status(&pod(one()), &seen(&[]))), "Failed Ready=False a: Error");
-    // Its volumes may take longer: it has failed as soon as nothing runs.
+    // The pod has failed as soon as its containers have stopped, even if its volumes take longer.
     let stopped = PodFailure { stopped: true, ..evicted(false) };
     let stopped = Case { failure: Some(stopped), previous: ending.previous.clone(), ..Case::default() };
     let status = stopped.status(&pod(one()), &seen(&["a 0 exit 143"]));
     assert_eq!(line(&status), "Failed Ready=False a: Error");
-    // Nobody saw its end.
+    // The container's end was not observed.
     let cleared = Case { failure: Some(evicted(true)), ..ending };
     let status = cleared.status(&pod(one()), &seen(&[]));
     assert_eq!(line(&status), "Failed Ready=False a: ContainerStatusUnknown");
@@ -27,7 +27,7 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
 }
 
 #[test]
-fn a_container_that_the_runtime_has_lost_has_ended_nobody_knows_how() {
+fn a_lost_container_has_ended_for_an_unknown_reason() {
     let spec = |policy: &str| {
         let init = json!([{"name": "i", "image": "i"}]);
         json!({"restartPolicy": policy, "initContainers": init, "containers": [{"name": "a", "image": "i"}]})
@@ -40,7 +40,7 @@ fn a_container_that_the_runtime_has_lost_has_ended_nobody_knows_how() {
         let mut case = Case { previous, last_codes, ..Case::default() };
         let first = case.status(&pod, &Observation::default());
         case.previous = Some(first.clone());
-        // What was said of it once stays.
+        // The published status stays.
         assert_eq!(case.status(&pod, &Observation::default()).container_statuses, first.container_statuses);
         let a = first.container_statuses.as_ref().unwrap()[0].clone();
         let code =
@@ -51,11 +51,11 @@ fn a_container_that_the_runtime_has_lost_has_ended_nobody_knows_how() {
     assert_eq!(after("Never", true), (unknown, 3, Some(137), None));
     let waiting = "Pending Ready=False i: PodInitializing, a: PodInitializing".to_owned();
     assert_eq!(after("Always", true), (waiting.clone(), 3, None, Some(137)));
-    assert_eq!(after("Always", false), (waiting, 0, None, None), "one of which nothing was known");
+    assert_eq!(after("Always", false), (waiting, 0, None, None), "an unknown container");
 }
 
 #[test]
-fn a_pod_that_is_ended_while_its_first_sandbox_is_made_has_not_failed_before_that_is_gone() {
+fn a_pod_that_fails_during_creation_of_its_sandbox_has_failed_after_removal_of_the_sandbox() {
     let phase = |stopped| {
         let failure = PodFailure { stopped, ..PodFailure::new("DeadlineExceeded", "too long", None) };
         let case = Case { failure: Some(failure), ..Case::default() };
@@ -65,13 +65,13 @@ fn a_pod_that_is_ended_while_its_first_sandbox_is_made_has_not_failed_before_tha
 }
 
 #[test]
-fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
+fn a_refused_pod_has_no_container_statuses() {
     let refused = PodFailure { cleared: true, ..PodFailure::new("OutOfcpu", "too little", None) };
     let case = Case { failure: Some(refused), ..Case::default() };
     let status = case.status(&pod(one()), &Observation::default());
     assert_eq!(line(&status), "Failed Ready=False ");
     assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
-    // Nothing was made for it: it has failed at once. One with a sandbox fails when that is gone.
+    // A pod without a sandbox has failed at once. A pod with a sandbox fails after the sandbox's removal.
     let phase = |seen: &Observation| {
         let case = Case { failure: Some(PodFailure::new("AppArmor", "none", None)), ..Case::default() };
         case.status(&pod(one()), seen).phase.unwrap()
@@ -96,7 +96,7 @@ fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
 }
 
 #[test]
-fn a_pod_runs_as_long_as_a_sidecar_of_it_does() {
+fn a_pod_runs_until_its_sidecars_have_ended() {
     let check = |containers: &[&str], phase: &str| {
         let spec = json!({
             "restartPolicy": "Never",
@@ -115,15 +115,15 @@ fn a_pod_runs_as_long_as_a_sidecar_of_it_does() {
     check(&["s 0 running", "i 0 exit 0", "a 0 exit 1"], "Running");
     check(&["s 0 exit 137", "i 0 exit 0", "a 0 exit 0"], "Succeeded");
     check(&["s 0 exit 0", "i 0 exit 0", "a 0 exit 1"], "Failed");
-    // An earlier instance of it that still runs counts as well.
+    // An earlier instance of a sidecar that still runs counts too.
     check(&["s 0 running", "s 1 exit 0", "i 0 exit 0", "a 0 exit 0"], "Running");
-    // So it does where the pod has failed before its own containers began.
+    // A running sidecar also counts if the pod failed before its main containers started.
     check(&["s 0 running", "i 0 exit 1"], "Pending");
     check(&["s 0 exit 143", "i 0 exit 1"], "Failed");
 }
 
 #[test]
-fn of_a_pod_that_ended_on_a_lost_node_nothing_runs_that_is_not_here() {
+fn missing_containers_of_a_pod_that_ended_on_a_lost_node_have_ended() {
     let known = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
     let known = core::PodStatus { phase: Some("Failed".to_owned()), ..known };
     assert!(Ended::of(Some(&known), false).is_none());
@@ -134,7 +134,7 @@ fn of_a_pod_that_ended_on_a_lost_node_nothing_runs_that_is_not_here() {
 }
 
 #[test]
-fn an_oom_kill_is_told_with_the_kernels_numbers() {
+fn an_oom_kill_is_reported_with_the_kernels_numbers() {
     let spec =
         || json!({"containers": [{"name": "a", "image": "i", "resources": {"limits": {"memory": "64Mi"}}}]});
     let kill = OomKill { pid: 4711, anon_rss: 63 << 20, file_rss: 1 << 20, ..OomKill::default() };
@@ -156,7 +156,7 @@ fn an_oom_kill_is_told_with_the_kernels_numbers() {
     assert!(state.message.unwrap().starts_with(why::OOM));
     let named = OomFacts { command: "java".to_owned(), ..facts.clone() };
     assert!(named.sentence(None).starts_with("the kernel killed process 4711 (java) for want of memory: "));
-    // Another process of it was killed, and it went on and ended by itself.
+    // The kernel killed another process of the container, which ended later with its own exit code.
     let other = OomFacts { first: false, ..facts };
     let case = Case { oom: [("a-0".to_owned(), other)].into(), ..Case::default() };
     let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 3"])));
@@ -195,7 +195,7 @@ fn amounts_are_in_force_only_when_the_cgroups_have_them() {
     assert_eq!(resizing(&resized), ["PodResizeInProgress "]);
     case.resize.error = Some("too much is in use".to_owned());
     assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizeInProgress Error"]);
-    // Another container has been made with them.
+    // Another instance of the container was created with the new amounts.
     assert_eq!(shown(&case.status(&sized("2"), &seen(&["main 0 exit 1", "main 1 running"]))).0, "2");
 
     let mut enacted = resized;
@@ -209,14 +209,14 @@ fn amounts_are_in_force_only_when_the_cgroups_have_them() {
 }
 
 #[test]
-fn a_pod_that_holds_claims_says_how_its_containers_ended_but_not_that_it_has() {
+fn a_pod_with_claims_shows_ended_containers_but_no_final_phase() {
     let pod = pod(json!({"restartPolicy": "Never", "containers": [{"name": "c"}]}));
     let ended = seen(&["c 0 exit 3"]);
-    let check = |told: Option<&str>, holds_claims: bool, expected: &str| {
+    let check = |published: Option<&str>, holds_claims: bool, expected: &str| {
         let phase = |phase: &str| core::PodStatus { phase: Some(phase.to_owned()), ..Default::default() };
-        let case = Case { previous: told.map(phase), holds_claims, ..Case::default() };
+        let case = Case { previous: published.map(phase), holds_claims, ..Case::default() };
         let status = case.status(&pod, &ended);
-        assert_eq!(status.phase.as_deref(), Some(expected), "{told:?} {holds_claims}");
+        assert_eq!(status.phase.as_deref(), Some(expected), "{published:?} {holds_claims}");
         let state = status.container_statuses.as_ref().unwrap()[0].state.as_ref().unwrap();
         assert_eq!(state.terminated.as_ref().unwrap().exit_code, 3);
         let ready = status.conditions.iter().flatten().find(|condition| condition.type_ == "Ready").unwrap();
@@ -226,7 +226,7 @@ fn a_pod_that_holds_claims_says_how_its_containers_ended_but_not_that_it_has() {
     check(Some("Running"), false, "Failed");
     check(Some("Pending"), true, "Pending");
     check(None, true, "Running");
-    // What was told once is not taken back.
+    // A published final phase does not change.
     check(Some("Failed"), true, "Failed");
     let running = Case { holds_claims: true, ..Case::default() }.status(&pod, &seen(&["c 0 running"]));
     assert_eq!(running.phase.as_deref(), Some("Running"));
