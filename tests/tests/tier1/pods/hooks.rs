@@ -63,7 +63,7 @@ async fn a_container_whose_post_start_hook_fails_is_stopped_and_retried() {
     assert_eq!(pod.restarts()["a"], 1);
     let events = node.events();
     let hook =
-        "FailedPostStartHook: postStart hook failed: the command \"a-start\" exited with 3: it went wrong";
+        "FailedPostStartHook: postStart hook failed: command \"a-start\" exited with code 3: it went wrong";
     assert!(events.iter().any(|event| event == hook), "{events:#?}");
     assert!(events.iter().any(|event| event == "Killing: Container a failed postStart hook"), "{events:#?}");
     assert!(events.iter().any(|event| event.starts_with("BackOff: Back-off restarting failed container a")));
