@@ -318,7 +318,7 @@ fn an_image_volume_needs_a_runtime_that_has_them() {
     if node.containerd.version() < (2, 1) {
         node.apply(&volume());
         let message = node.waiting("image", "main", "CreateContainerConfigError");
-        assert!(message.contains("can't mount images; containerd 2.1"), "{message}");
+        assert!(message.contains("cannot mount images; containerd 2.1"), "{message}");
     }
     drop(node);
     if let Err(missing) = requires::containerd_2() {
