@@ -48,7 +48,7 @@ pub struct Deps {
 pub struct RuntimeDeps {
     /// The runtime.
     pub cri: Runtime,
-    /// Checks that the runtime sees the agent's mounts. None if both share a mount namespace.
+    /// Checks that the runtime sees the agent's mounts. None if the check is disabled.
     pub mounts: Option<Arc<Mounts>>,
     /// Allocates ID ranges for user namespaces.
     pub users: Arc<UserNamespaces>,
