@@ -1,6 +1,6 @@
-//! Files that change all at once: what a ConfigMap, a Secret, the downward API or a projection of them shows.
+//! Sets of files that change atomically: the files of ConfigMap, Secret, downward API and projected volumes.
 //!
-//! The layout is the kubelet's (`pkg/volume/util/atomic_writer.go`), which programs have learned to watch:
+//! The layout is the kubelet's (`pkg/volume/util/atomic_writer.go`), which programs watch:
 //!
 //! ```text
 //! ..2026_11_21_20_15_00.123456789/   a whole set of files
@@ -8,9 +8,9 @@
 //! key    -> ..data/key               one link for each name at the top
 //! ```
 //!
-//! A new set is written beside the old one; renaming one link over `..data` puts it in the other's place. An
-//! agent killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the
-//! next change.
+//! The agent writes a new set next to the old one; renaming a link over `..data` replaces the old set. An
+//! agent killed at any point leaves either the old or the new set in force, and the next change removes the
+//! remains.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,38 +30,38 @@ use super::fs_group::{Access, FsGroup, mask};
 use beelet_base::walk::remove;
 use beelet_policy::volumes::content;
 
-/// The link that leads to the set in force.
+/// Link to the set in force.
 const DATA: &str = "..data";
 const DATA_NEXT: &str = "..data_tmp";
 
 /// A set of files by their relative path.
 pub(super) type Payload<'o> = BTreeMap<String, PayloadFile<'o>>;
 
-/// One file.
+/// A file of a set.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct PayloadFile<'o> {
-    /// Its content.
+    /// Content.
     pub(super) bytes: Cow<'o, [u8]>,
-    /// Its permissions.
+    /// Permissions.
     pub(super) mode: u32,
-    /// The user it belongs to; None: the agent's own.
+    /// User id of the owner; None: the agent's own user.
     pub(super) owner: Option<u32>,
 }
 
 impl std::fmt::Debug for PayloadFile<'_> {
-    /// Not the content: it may be secret.
+    /// Omits the content, which may be secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes, mode 0{:o}", self.bytes.len(), self.mode)
     }
 }
 
-/// Returns true if a folder shows any files already.
+/// Returns true if a folder has a set in force.
 pub(super) fn is_set_up(root: &OwnedFd) -> bool {
     current(root).is_ok_and(|set| set.is_some())
 }
 
-/// Makes the open folder `root` show these files; `path` is its name in errors. Says whether anything
-/// changed.
+/// Makes the open folder `root` show these files; `path` is the folder's name in errors. Returns true if
+/// anything changed.
 pub(super) fn write(
     path: &Path,
     root: &OwnedFd,
@@ -95,9 +95,9 @@ pub(super) fn write(
     Ok(true)
 }
 
-/// Makes folders in the open folder `root` that other volumes will be mounted on; `path` is its name in
-/// errors. Containers see the volume read-only, so that the runtime can't. Before the first [`write`]: a name
-/// that is a folder gets no link, as in the kubelet.
+/// Makes the mount points of other volumes in the open folder `root`; `path` is the folder's name in errors.
+/// The runtime cannot make them, because containers see the volume read-only. Must run before the first
+/// [`write`]: a name that is a folder gets no link, as under the kubelet.
 pub(super) fn make_mount_points(
     path: &Path,
     root: &OwnedFd,
@@ -107,10 +107,11 @@ pub(super) fn make_mount_points(
     for way in wanted {
         content::check_path(way)?;
     }
-    // The names of sets and of the link to them are ours.
+    // Names that begin with `..` are reserved for sets and the link to them.
     for way in wanted.iter().filter(|way| !way.starts_with("..")) {
         match make_folders(root, Path::new(way), group) {
-            // A link or a file is there. It is not followed, and the runtime says if it can't mount there.
+            // A link or a file has the name. The agent does not follow a link, and the runtime reports an
+            // error if it cannot mount there.
             Ok(_) | Err(Errno::LOOP | Errno::NOTDIR) => {}
             Err(e) => return Err(Error::io("make a mount point in", path)(e)),
         }
@@ -118,7 +119,7 @@ pub(super) fn make_mount_points(
     Ok(())
 }
 
-/// What a path in a volume must be: relative, without `..`, and not one of our own names.
+/// Checks that a path in a volume is relative, has no `..` and does not begin with a reserved name.
 fn check_path(path: &str) -> Result<(), Error> {
     content::check_path(path)?;
     let mut parts = Path::new(path).components();
@@ -133,8 +134,8 @@ fn check_path(path: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns true if a link leads to a set beside it. A container with a hostPath may have put another one
-/// there.
+/// Returns true if a link leads to a set in the same folder. A container with a hostPath may have replaced
+/// the link.
 fn is_set(target: &OsStr) -> bool {
     let mut parts = Path::new(target).components();
     let first = parts.next();
@@ -142,7 +143,7 @@ fn is_set(target: &OsStr) -> bool {
     ours && parts.next().is_none()
 }
 
-/// The set in force.
+/// Returns the name of the set in force.
 fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     match rustix::fs::readlinkat(root, DATA, Vec::new()) {
         Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes())).filter(|set| is_set(set))),
@@ -151,8 +152,8 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     }
 }
 
-/// Returns true if a set has these files and no others, with their contents, modes and users: a pod that gets
-/// an ephemeral container may get others. `for_group`: the pod has a group, which may read them.
+/// Returns true if a set has exactly these files, with their contents, modes and owners: an ephemeral
+/// container may change the mode and the owner. `for_group`: the pod has a group, which may read the files.
 fn holds(
     root: &OwnedFd,
     set: &OsStr,
@@ -180,9 +181,9 @@ fn holds(
     Ok(true)
 }
 
-/// How many files are in a folder and below it. None once there is something that `payload` hasn't: a
-/// container may have put more there than one would like to see. Each folder is opened by its path, which is
-/// one of the payload's: two thousand in each other are neither as many open files nor as many calls.
+/// Counts the files in a folder and below it. Returns None at the first entry that is not in `payload`: a
+/// container may have added a huge number of entries. Each folder is opened by its path, which is a path of
+/// the payload: two thousand nested folders need neither as many open files nor as many calls.
 fn count(top: &OwnedFd, payload: &Payload<'_>) -> Result<Option<usize>, Errno> {
     let (mut files, mut ahead) = (0, vec![String::new()]);
     while let Some(prefix) = ahead.pop() {
@@ -209,7 +210,7 @@ fn count(top: &OwnedFd, payload: &Payload<'_>) -> Result<Option<usize>, Errno> {
     Ok(Some(files))
 }
 
-/// Writes a new set; its name.
+/// Writes a new set and returns its name.
 fn write_set(
     root: &OwnedFd,
     payload: &Payload<'_>,
@@ -219,7 +220,7 @@ fn write_set(
         let now = Timestamp::now().strftime("..%Y_%m_%d_%H_%M_%S.%9f").to_string();
         match rustix::fs::mkdirat(root, &now, Mode::from_raw_mode(0o755)) {
             Ok(()) => break OsString::from(now),
-            Err(Errno::EXIST) => {} // two changes in a nanosecond: the clock stands
+            Err(Errno::EXIST) => {} // two changes in a nanosecond: the clock has stopped
             Err(e) => return Err(e.into()),
         }
     };
@@ -271,7 +272,7 @@ fn publish(root: &OwnedFd, set: &OsStr) -> Result<(), Errno> {
     rustix::fs::renameat(root, DATA_NEXT, root, DATA)
 }
 
-/// Returns true if there is something by each name at the top.
+/// Returns true if each name at the top exists.
 fn are_linked(root: &OwnedFd, payload: &Payload) -> Result<bool, Errno> {
     for path in payload.keys() {
         let Some(name) = Path::new(path).components().next() else { continue };
@@ -284,8 +285,8 @@ fn are_linked(root: &OwnedFd, payload: &Payload) -> Result<bool, Errno> {
     Ok(true)
 }
 
-/// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder
-/// that a `subPath` made) is left alone.
+/// Makes a link for each name at the top and removes the links of names that are no longer wanted. Leaves
+/// other entries (a folder that a `subPath` made) alone.
 fn link_names(root: &OwnedFd, payload: &Payload<'_>) -> Result<(), Errno> {
     let wanted: BTreeSet<&OsStr> = payload
         .keys()
@@ -308,7 +309,7 @@ fn link_names(root: &OwnedFd, payload: &Payload<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Removes all sets but the one in force.
+/// Removes all sets except the one in force.
 fn sweep(root: &OwnedFd, in_force: &OsStr) -> Result<(), Errno> {
     for name in entries(root)? {
         let set = name.as_encoded_bytes().starts_with(b"..") && name != DATA && *name != *in_force;
@@ -320,7 +321,7 @@ fn sweep(root: &OwnedFd, in_force: &OsStr) -> Result<(), Errno> {
     Ok(())
 }
 
-/// The names in a folder that only the agent writes to, without `.` and `..`.
+/// Returns the names in a folder that only the agent writes to, without `.` and `..`.
 fn entries(folder: &OwnedFd) -> Result<Vec<OsString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(folder)? {
@@ -333,7 +334,7 @@ fn entries(folder: &OwnedFd) -> Result<Vec<OsString>, Errno> {
     Ok(names)
 }
 
-/// What kind of thing an entry is, a link seen as a link.
+/// Returns the file type of an entry, without following a link.
 fn kind(parent: impl AsFd, name: &OsStr) -> Result<FileType, Errno> {
     let stat = rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
     Ok(FileType::from_raw_mode(stat.st_mode))
@@ -510,7 +511,7 @@ mod tests {
                 assert_eq!(mode(made), 0o40755, "{made}");
             }
         }
-        // What a container with a hostPath may have put there, and what a key is.
+        // A link of a container with a hostPath, and the link of a key.
         std::os::unix::fs::symlink(&outside, volume.join("way")).unwrap();
         make(&["way/x", "way", "a", "a/b", "cache"]);
         assert!(names(&outside).is_empty());
@@ -555,7 +556,7 @@ mod tests {
             "{refused}"
         );
         assert!(names(&points).is_empty());
-        make(1900).unwrap(); // beside the test's own folder
+        make(1900).unwrap(); // in addition to the test's own folder
         assert!(points.join(deep(1900)).is_dir());
     }
 }

@@ -1,15 +1,15 @@
-//! Volumes that several pods may have: whoever makes or takes away one works on it alone.
+//! Locks of volumes that several pods may share: only one task at a time mounts or unmounts a volume.
 
 use std::{
     collections::BTreeSet,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-/// The volumes that somebody is working on. Clones share them.
+/// Names of the locked volumes. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Busy(Arc<(Mutex<BTreeSet<String>>, Condvar)>);
 
-/// A volume that nobody else works on while this lives.
+/// Lock of a volume; dropping the value releases it.
 pub(crate) struct Held<'b> {
     busy: &'b Busy,
     name: String,
@@ -27,7 +27,7 @@ impl Busy {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nobody works on the volume. Only pods of the same volume wait for each other.
+    /// Waits for the lock of the volume. Only pods of the same volume wait for each other.
     pub(crate) fn hold(&self, name: &str) -> Held<'_> {
         let mut names = self.names();
         while !names.insert(name.to_owned()) {

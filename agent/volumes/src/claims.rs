@@ -1,5 +1,5 @@
-//! The PersistentVolumes that the claims of a pod are bound to, as the API server has them now. A
-//! PersistentVolume of a kind that storage plugins have taken over becomes one of its storage plugin here.
+//! The PersistentVolumes that the claims of a pod are bound to, read from the API server. A PersistentVolume
+//! of a migrated in-tree kind is translated here into a volume of the storage plugin that replaces the kind.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -19,8 +19,8 @@ use crate::{error::Error, plugin::namespace_of};
 /// Reads the claims that containers of the pod use, by volume.
 ///
 /// # Errors
-/// A claim does not exist, is not bound, or its PersistentVolume is not for this pod or this node; the API
-/// server gives no answer; or no plugin supports one of the pod's own volumes.
+/// A claim does not exist or is not bound, its PersistentVolume is not for this pod or this node, the API
+/// server does not answer, or no plugin supports one of the pod's own volumes.
 pub(crate) async fn read(
     storage: Option<&dyn Storage>,
     pod: &core::Pod,
@@ -60,7 +60,7 @@ pub(crate) async fn read(
     Ok(found)
 }
 
-/// The volumes of a pod that its containers mount or have as block devices.
+/// Returns the volumes of a pod that its containers mount or use as block devices.
 pub(crate) fn used_volumes(pod: &core::Pod) -> impl Iterator<Item = &core::Volume> {
     let (mounts, devices) = claims::used(pod);
     let is_used = move |volume: &&core::Volume| {

@@ -1,4 +1,4 @@
-//! A container's mounts and block devices, out of the volumes of its pod that are set up. Blocks.
+//! A container's mounts and block devices, from the volumes of its pod that are set up. All functions block.
 
 use std::{
     collections::BTreeMap,
@@ -21,22 +21,22 @@ use crate::{
     sub_path,
 };
 
-/// Facts that a container's mounts need besides its spec.
+/// Facts that a container's mounts need in addition to the container's spec.
 #[derive(Debug)]
 pub struct MountFacts {
-    /// The container's environment, for `subPathExpr`.
+    /// Container's environment, for `subPathExpr`.
     pub env: Environment,
-    /// The images of image volumes as the runtime identifies them, by volume; of `optional` failures, none.
+    /// Runtime's ids of the images of image volumes, by volume; without volumes whose `optional` image failed.
     pub images: BTreeMap<String, String>,
     /// The runtime can make mounts read-only with all mounts below them.
     pub recursive_read_only: bool,
 }
 
 impl PodVolumes {
-    /// The mounts of one container. Mounts the parts of volumes that the container asks for.
+    /// Returns the mounts of a container, after mounting the parts of volumes that the container asks for.
     ///
     /// # Errors
-    /// A volume or a part cannot be mounted, or `stop` returned true.
+    /// A volume or a part of a volume cannot be mounted, or `stop` returned true.
     pub fn mounts(
         &self,
         container: &core::Container,
@@ -55,7 +55,7 @@ impl PodVolumes {
         .collect()
     }
 
-    /// The block devices of one container.
+    /// Returns the block devices of a container.
     ///
     /// # Errors
     /// The pod lacks a volume, or the volume is not set up.
@@ -76,7 +76,7 @@ impl PodVolumes {
     }
 }
 
-/// The mount of one volume, or of a part that the agent mounts for it.
+/// Returns the mount of a volume, or of the part of it that the agent mounts for the container.
 fn mount_of(
     volumes: &PodVolumes,
     (container, index): (&core::Container, usize),
@@ -119,9 +119,9 @@ fn mount_of(
         Location::Linked => volumes.place(&volume.name)?,
         Location::Own => volumes.path(&volume.name),
     };
-    // What is the host's keeps its SELinux label; what the agent made gets the container's. What was
-    // mounted read-only can't have it: the kubelet's plugins call that not managed. Files of ConfigMaps
-    // and the like are read-only for containers alone.
+    // Paths of the host keep their SELinux label; volumes that the agent made get the container's label. A
+    // volume that was mounted read-only cannot be relabelled: the kubelet's plugins call such a volume not
+    // managed. Files of ConfigMaps and similar volumes are read-only for containers only.
     let may_relabel = || volumes.plugins.all().all(|plugin| plugin.may_relabel(&volumes.folder, &whole));
     made.selinux_relabel = whole.starts_with(&volumes.folder) && is_changeable && may_relabel();
     let source = match sub_path {
@@ -137,13 +137,13 @@ fn mount_of(
     Ok(made)
 }
 
-/// A path in the container. A relative path starts at the container's root, as to the kubelet.
+/// Returns a path in the container. A relative path starts at the container's root, as under the kubelet.
 fn in_container(path: &str) -> String {
     if path.starts_with('/') { path.to_owned() } else { format!("/{path}") }
 }
 
-/// The part of the volume that the mount names; None for the whole volume. The agent may have to make the
-/// part's folders.
+/// Returns the part of the volume that the mount names; None for the whole volume. The agent may have to make
+/// the part's folders.
 fn sub_path_of(
     mount: &core::VolumeMount,
     env: &Environment,
@@ -169,12 +169,12 @@ fn sub_path_of(
     Ok(Some(path))
 }
 
-/// Returns true if the mount must be read-only with all that is mounted below it.
+/// Returns true if the mount and all mounts below it must be read-only.
 fn recursive_read_only(mount: &core::VolumeMount, possible: bool) -> Result<bool, Error> {
     match mount.recursive_read_only.as_deref() {
         Some("Enabled") if !possible => Err(Error::unmet(
-            "recursiveReadOnly: Enabled needs a runtime and a kernel that can do it (containerd 2.0, runc 1.1, Linux \
-             5.12); use IfPossible to do without",
+            "`recursiveReadOnly: Enabled` needs containerd 2.0, runc 1.1 and Linux 5.12 or later; use `IfPossible` to \
+             run without it",
         )),
         Some("Enabled") => Ok(true),
         Some("IfPossible") => Ok(possible && mount.read_only == Some(true)),

@@ -22,14 +22,14 @@ use beelet_policy::{
 use beelet_spec::downward;
 use beelet_spec::env::missing;
 
-/// The mode of files that no mode is given for.
+/// Mode of files without a mode in the volume's spec.
 const DEFAULT_MODE: i32 = 0o644;
 
 /// Volumes of ConfigMaps, Secrets, the downward API, and projections of them.
 #[derive(Debug)]
 pub(crate) struct ContentVolumes;
 
-/// The kubelet's name of the plugin of a volume that shows objects.
+/// Returns the kubelet's name of the plugin of a volume that shows objects.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     let core::Volume { config_map, secret, projected, downward_api, .. } = spec.volume;
     let kinds = [
@@ -88,7 +88,7 @@ impl VolumePlugin for ContentVolumes {
 
     fn refresh(&self, spec: &Spec<'_>, target: &Target<'_>, left: &mut Allowance) -> Result<bool, Error> {
         let Target { path, fs_group, sources, .. } = *target;
-        // A volume that isn't set up yet, or is being taken away, is left alone.
+        // A volume that is not set up yet, or is being removed, is left alone.
         let Some(top) = open_top(path, in_memory(spec.volume))?.filter(atomic::is_set_up) else {
             return Ok(false);
         };
@@ -110,17 +110,16 @@ impl VolumePlugin for ContentVolumes {
     }
 }
 
-/// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
-/// disk.
+/// Returns true if a volume's files are kept in memory, as under the kubelet: secrets must not reach the disk.
 fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
 
-/// The files of a volume; None for one of another kind. Their contents are the objects' own: a pod may name
-/// one many times.
+/// Returns the files of a volume; None for a volume of another kind. The files borrow the contents of the
+/// objects, because a pod may name an object many times.
 ///
 /// # Errors
-/// An object or a key in it is not there; or `left` is not enough for them.
+/// An object or a key in it is missing, or the files exceed `left`.
 fn payload<'o>(
     volume: &core::Volume,
     sources: &Sources<'o>,
@@ -145,8 +144,8 @@ fn payload<'o>(
     Ok(Some(files.payload))
 }
 
-/// Returns true if a volume is to be made without a token that it asks for. One that is made already keeps
-/// what it has.
+/// Returns true if a volume has to do without a token that it asks for. A volume that is set up already keeps
+/// its files then.
 fn lacks_token(volume: &core::Volume, sources: &Sources<'_>) -> bool {
     let projections = volume.projected.iter().flat_map(|projected| projected.sources.iter().flatten());
     let mut tokens = projections.filter_map(|projection| projection.service_account_token.as_ref());
@@ -158,7 +157,8 @@ fn mode_of(mode: Option<i32>) -> i32 {
     mode.unwrap_or(DEFAULT_MODE)
 }
 
-/// The user that all containers of a pod run as, if they say so and it is one (`FsUserFrom`).
+/// Returns the user that all containers of a pod run as, if each names a user and it is the same one
+/// (`FsUserFrom`).
 fn fs_user(pod: &core::Pod) -> Option<i64> {
     let spec = pod.spec.as_ref()?;
     let of_pod = spec.security_context.as_ref().and_then(|context| context.run_as_user);
@@ -171,7 +171,7 @@ fn fs_user(pod: &core::Pod) -> Option<i64> {
     contexts.all(|own| user(own) == Some(first)).then_some(first)
 }
 
-/// A reference to an object, whatever field it is written in.
+/// A reference to an object, from any of the volume fields that may have one.
 struct Reference<'a> {
     name: &'a str,
     items: &'a [core::KeyToPath],
@@ -193,7 +193,7 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// The keys of a ConfigMap or a Secret, and what is under them.
+/// The keys and values of a ConfigMap or a Secret.
 #[derive(Clone, Copy)]
 enum Entries<'o> {
     Map(&'o core::ConfigMap),
@@ -231,15 +231,15 @@ struct Files<'s, 'o> {
 
 impl<'o> Files<'_, 'o> {
     fn add(&mut self, path: &str, bytes: impl Into<Cow<'o, [u8]>>, mode: i32) -> Result<(), Error> {
-        // Of two sources for one path the later one wins.
+        // The later of two sources for a path wins.
         let (bytes, mode) = (bytes.into(), u32::try_from(mode).unwrap_or(0) & 0o777);
         self.left.file(bytes.len())?;
         self.payload.insert(path.to_owned(), PayloadFile { bytes, mode, owner: None });
         Ok(())
     }
 
-    /// Adds what identifies the pod, or whom it trusts. It is the pod's user's and nobody else's, if the pod
-    /// says who that is: the kubelet's `collectData` (`pkg/volume/projected`). A group gets its part later.
+    /// Adds a token or a trust bundle. The file belongs to the pod's user alone if the pod names a user, as in
+    /// the kubelet's `collectData` (`pkg/volume/projected`). The pod's group gets its permissions later.
     fn add_identity(&mut self, path: &str, bytes: impl Into<Cow<'o, [u8]>>, mode: i32) -> Result<(), Error> {
         let pod = self.sources.pod;
         let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());
@@ -265,7 +265,7 @@ impl<'o> Files<'_, 'o> {
         self.object("Secret", reference, found.map(Entries::Secret), mode)
     }
 
-    /// All keys of an object, or those that are asked for, under the paths that are asked for.
+    /// Adds all keys of an object, or the requested keys under the requested paths.
     fn object(
         &mut self,
         kind: &str,
@@ -297,7 +297,7 @@ impl<'o> Files<'_, 'o> {
         let Sources { pod, node, .. } = self.sources;
         for item in items.into_iter().flatten() {
             let text = match (&item.field_ref, &item.resource_field_ref) {
-                // A volume is made before the pod has addresses; the API doesn't let it ask for them.
+                // A volume is made before the pod has addresses; the API does not let a volume ask for them.
                 (Some(field), _) => downward::field(pod, &field.field_path, &[], node),
                 (None, Some(selector)) => downward::resource(pod, None, selector, node),
                 (None, None) => Err(beelet_spec::Error::NoReference),
@@ -309,7 +309,7 @@ impl<'o> Files<'_, 'o> {
     }
 
     fn project(&mut self, projection: &core::VolumeProjection, mode: i32) -> Result<(), Error> {
-        // Each is work, also one that brings no file.
+        // Each projection costs work, even if it adds no file.
         self.left.file(0)?;
         if let Some(source) = &projection.config_map {
             let reference = Reference::new(&source.name, source.items.as_ref(), source.optional);
@@ -324,25 +324,22 @@ impl<'o> Files<'_, 'o> {
             let objects = self.sources.objects;
             let token = match objects.token(&of) {
                 Some(token) => token,
-                // A program that finds no file may not start at all; an empty one is refused where it is
-                // shown.
+                // A program that finds no file may refuse to start; the API server rejects an empty token.
                 None if objects.are_tokens_optional() => "",
                 None => {
                     let account = of.service_account;
-                    return Err(Error::unmet(format!(
-                        "there is no token of the service account {account} yet"
-                    )));
+                    return Err(Error::unmet(format!("the service account {account} has no token yet")));
                 }
             };
             self.add_identity(&source.path, token.as_bytes(), mode)
         } else if let Some(source) = &projection.cluster_trust_bundle {
             let bundles = self.sources.objects.trust_bundles();
-            let bundles =
-                bundles.ok_or_else(|| Error::unmet("the API server has told no ClusterTrustBundles yet"))?;
+            let bundles = bundles
+                .ok_or_else(|| Error::unmet("the API server has not listed ClusterTrustBundles yet"))?;
             let file = trust_bundles::file(source, bundles).map_err(Error::unmet)?;
             self.add_identity(&source.path, file, mode)
         } else {
-            Err(Error::unmet("a projection of a kind that beelet doesn't know"))
+            Err(Error::unmet("a projection has an unknown kind"))
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Volumes of storage plugins (CSI), in the words of the volume manager. Volumes of kinds that storage
-//! plugins have taken over (`migration`) are of this kind too.
+//! Adapts the storage plugins (CSI) to the volume manager. Also has the volumes of in-tree kinds that were
+//! migrated to storage plugins (`migration`).
 
 use std::{
     collections::BTreeSet,
@@ -37,15 +37,16 @@ pub(crate) struct CsiVolumes {
     pub(crate) node_name: String,
 }
 
-/// The kubelet's name of the plugin of storage plugins' volumes. A claim that was not read may be of one.
+/// Returns the kubelet's name of the plugin for storage plugins' volumes. An unread claim counts as such a
+/// volume.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     let is_ours = spec.is_kind(|claimed| claimed.csi.is_some(), claims::may_be_of_driver);
     is_ours.then_some("kubernetes.io/csi")
 }
 
 impl CsiVolumes {
-    /// Has the storage plugin publish a volume to a pod; with `again`, a volume that the pod has already.
-    /// None: the volume is not of a storage plugin.
+    /// Makes the storage plugin publish a volume to a pod; with `again`, a volume that the pod has already.
+    /// Returns None if the volume does not belong to a storage plugin.
     ///
     /// # Errors
     /// The plugin cannot publish the volume, or not yet.
@@ -118,7 +119,7 @@ impl VolumePlugin for CsiVolumes {
     ) -> Result<Option<PathBuf>, Error> {
         let Some(published) = target.attachment(spec).and_then(|attachment| attachment.published.as_ref())
         else {
-            return Err(Error::unmet("beelet can't mount PersistentVolumes of this kind"));
+            return Err(Error::unmet("beelet cannot mount PersistentVolumes of this kind"));
         };
         if let Some(group) = target.fs_group.filter(|_| published.give_to_group) {
             group.own(&published.path, Access::ReadWrite)?;
@@ -130,7 +131,7 @@ impl VolumePlugin for CsiVolumes {
         Box::pin(async move {
             let mut expandable = BTreeSet::new();
             for volume in self.csi.volumes_of(uid).await {
-                // A driver that isn't there is asked in the next round.
+                // The next round queries a driver that is not registered now.
                 if self.csi.expands(volume.driver()).await.unwrap_or(false) {
                     expandable.insert(volume.name().to_owned());
                 }
@@ -190,8 +191,8 @@ impl Expansion<'_> {
         [Object::pod(self.facts.pod), Object::claim(&self.claimed.claim)].into_iter().for_each(record);
     }
 
-    /// Expands the volume if its claim asks for more than its size, which is `known`, or that of the claim's
-    /// status.
+    /// Expands the volume if its claim asks for more than the volume's size: `known`, or else the size in the
+    /// claim's status.
     async fn run(&self, known: Option<Quantity>) -> Result<(), String> {
         let Claimed { volume, claim, read_only } = self.claimed;
         match growth::growth(claim, volume, *read_only, known) {

@@ -1,5 +1,5 @@
-//! Republishes volumes of storage plugins while their pods run, where the driver asks for that
-//! (`requiresRepublish`): tokens and other facts that it was given expire.
+//! Republishes volumes of storage plugins while their pods run, if the driver asks for that
+//! (`requiresRepublish`): the tokens and other facts that the driver received expire.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,9 +27,9 @@ use crate::{
     resync::{Resync, runs_with, uid},
 };
 
-/// Time between two rounds: about the time between two looks of the kubelet at a pod.
+/// Time between two rounds: about the time between two syncs of a pod by the kubelet.
 pub(crate) const PERIOD: Duration = Duration::from_secs(60);
-/// Pods that are published at the same time. A driver that hangs delays few others.
+/// Maximum number of pods whose volumes are republished at the same time: a hanging driver delays few others.
 const AT_A_TIME: usize = 16;
 
 /// Returns true if a pod may have volumes that are republished.
@@ -56,7 +56,7 @@ pub(crate) fn follow(
                     match published {
                         Ok(()) => drop(warned.remove(uid(&pod))),
                         Err(error) if warned.insert(uid(&pod).to_owned()) => {
-                            warn!(pod = %PodName::of(&pod), "volumes can't be published again: {error}");
+                            warn!(pod = %PodName::of(&pod), "cannot republish volumes: {error}");
                         }
                         Err(_) => {}
                     }
@@ -78,9 +78,9 @@ async fn round(
     let mut due = Vec::new();
     for pod in pods {
         for driver in csi.csi.drivers_of(uid(&pod)).await {
-            // A driver that isn't here is asked as soon as it registers.
+            // A later round checks a driver that is not registered now.
             if registered.contains_key(&driver) && !asks.contains_key(&driver) {
-                // Without an answer the next round asks again.
+                // If the API server does not answer, the next round asks again.
                 let object = storage.driver(&driver).await.ok().flatten();
                 asks.insert(driver.clone(), csi::is_republished(object.as_ref()));
             }

@@ -1,5 +1,5 @@
-//! Disks with a file system, by the machine's own tools (blkid, mkfs, fsck, mount), as Kubernetes'
-//! `mount-utils` does it. Must never format a disk that has anything on it that blkid knows.
+//! Formats, checks and mounts disks with the machine's own tools (blkid, mkfs, fsck, mount), like Kubernetes'
+//! `mount-utils`. Must never format a disk that has any content that blkid knows.
 
 use std::{fs, path::Path, process::ExitStatus, time::Duration};
 
@@ -12,18 +12,18 @@ use rustix::{io::Errno, mount::MountFlags};
 
 use crate::{Error, mounts};
 
-/// How long a look at a disk or a mount may take.
+/// Time limit for the inspection of a disk and for a mount.
 pub(crate) const SHORT: Duration = Duration::from_secs(120);
-/// How long a disk may take to be formatted or mended.
+/// Time limit for formatting or repairing a disk.
 pub(crate) const LONG: Duration = Duration::from_secs(3600);
-/// Bytes that are kept of what a tool says.
+/// Maximum number of bytes kept of a tool's output.
 const SAID: usize = 4096;
 /// fsck(8): errors were left uncorrected.
 const UNCORRECTED: i32 = 4;
 /// blkid(8): nothing was found.
 const NOTHING_FOUND: i32 = 2;
 
-/// Mounts a disk, which gets a file system first if it has none. Harmless to repeat.
+/// Mounts a disk, after formatting it if it has no file system. Idempotent.
 pub(crate) fn mount(
     disk: &Path,
     target: &Path,
@@ -53,13 +53,13 @@ pub(crate) fn mount(
     let mount = internal_mount().setting("-t", file_system.name()).setting("-o", options);
     let mounted = succeed(&mount.operand(disk).operand(target), SHORT);
     if mounted.is_err() {
-        // The next try makes it again.
+        // The next attempt makes the folder again.
         let _ = fs::remove_dir(target);
     }
     mounted
 }
 
-/// Shows a folder at another place too, with these options.
+/// Bind mounts a folder with these options.
 pub(crate) fn bind(from: &Path, target: &Path, options: &[String]) -> Result<(), Error> {
     let failed = |e: Errno| Error::io("mount on", target)(e);
     match options {
@@ -85,12 +85,12 @@ pub(crate) fn bind(from: &Path, target: &Path, options: &[String]) -> Result<(),
     }
 }
 
-/// mount(8) without its helpers: no program of the machine's is started for a type.
+/// Returns mount(8) without its helpers, so that mount starts no program for a file system type.
 fn internal_mount() -> Program {
     Program::tool("mount").flag("-i")
 }
 
-/// What is on a disk; nothing only if blkid found nothing at all.
+/// Returns the format of a disk; empty only if blkid found nothing at all.
 fn format_of(disk: &Path) -> Result<String, Error> {
     let blkid = Program::tool("blkid").flag("-p").setting("-s", "TYPE").setting("-s", "PTTYPE");
     let (status, said) = say(&blkid.setting("-o", "export").operand(disk), SHORT)?;
@@ -103,7 +103,7 @@ fn format_of(disk: &Path) -> Result<String, Error> {
     }
 }
 
-/// The format in blkid's words (`KEY=VALUE`, one per line): a partition table counts as one.
+/// Parses the format from blkid's output (`KEY=VALUE`, one per line). A partition table counts as a format.
 fn read_format(said: &str) -> Option<String> {
     let mut found = String::new();
     for line in said.lines().filter(|line| !line.is_empty()) {
@@ -126,7 +126,7 @@ fn format(disk: &Path, file_system: FileSystem) -> Result<(), Error> {
     succeed(&maker.operand(disk), LONG)
 }
 
-/// Mends what fsck can mend by itself. A machine without fsck goes without.
+/// Repairs a file system as far as fsck can do that unattended. Skips the check if the machine has no fsck.
 fn check(disk: &Path) -> Result<(), Error> {
     let Ok((status, said)) = say(&Program::tool("fsck").flag("-a").operand(disk), LONG) else {
         return Ok(());
@@ -149,13 +149,13 @@ fn failed(program: &str, status: ExitStatus, said: &str) -> Error {
     Error::unmet(format!("{program} failed ({status}): {}", said.trim()))
 }
 
-/// Runs a tool; how it ended, and the beginning of what it said, as text.
+/// Runs a tool and returns its exit status and the beginning of its output as text.
 fn say(program: &Program, within: Duration) -> Result<(ExitStatus, String), Error> {
     let Ended { status, output, .. } = run(program, within, SAID)?;
     Ok((status, String::from_utf8_lossy(&output).into_owned()))
 }
 
-/// Runs a program to its end, with the first `most` bytes of all that it said.
+/// Runs a program to its end, keeping the first `most` bytes of its output.
 pub(crate) fn run(program: &Program, within: Duration, most: usize) -> Result<Ended, Error> {
     let bounds = Bounds { within, output: most, complaints: Complaints::InOutput };
     program.run_blocking(bounds).map_err(Error::unmet_of)

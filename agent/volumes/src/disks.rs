@@ -11,7 +11,7 @@ pub struct Disks {
 }
 
 impl Disks {
-    /// The disks of the machine, the flexVolume drivers, and the disks on networks.
+    /// Combines the machine's disks, the flexVolume drivers and the network disks.
     #[must_use]
     pub fn new(local: LocalDisks, flex: FlexVolumes, remote: RemoteDisks) -> Self {
         Self { local, flex, remote }

@@ -1,4 +1,4 @@
-//! emptyDir: a folder of the pod's own, on disk or in memory.
+//! emptyDir volumes: a folder of the pod, on disk or in memory.
 
 use std::path::{Path, PathBuf};
 
@@ -21,11 +21,11 @@ use crate::{
     top_folder::{add_mode, make_top},
 };
 
-/// Folders of a pod's own.
+/// Plugin of emptyDir volumes.
 #[derive(Debug)]
 pub(crate) struct EmptyDirVolumes;
 
-/// The kubelet's name of the plugin of emptyDir volumes.
+/// Returns the kubelet's name of the plugin of emptyDir volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     spec.volume.empty_dir.is_some().then_some("kubernetes.io/empty-dir")
 }
@@ -59,25 +59,25 @@ impl VolumePlugin for EmptyDirVolumes {
 
     fn loss(&self, spec: &Spec<'_>, path: &Path) -> Result<Option<Loss>, Error> {
         let Some(source) = &spec.volume.empty_dir else { return Ok(None) };
-        // Files in memory still exist for the containers that have the memory mounted, and for no other.
+        // Files in memory still exist for the containers that have the memory mounted, but for no others.
         let is_mounted = source.medium.as_deref().is_some_and(|medium| !medium.is_empty());
         let is_there = match std::fs::symlink_metadata(path) {
             Ok(found) => found.is_dir() && (!is_mounted || mounts::is_mount_point(path)?),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
-            Err(error) => return Err(Error::io("look at", path)(error)),
+            Err(error) => return Err(Error::io("inspect", path)(error)),
         };
         Ok((!is_there).then_some(Loss::Data))
     }
 }
 
-/// Makes the folder and mounts its memory, also where both are there already.
+/// Makes the folder and mounts memory on it. Idempotent.
 fn make(path: &Path, source: &core::EmptyDirVolumeSource, sources: &Sources<'_>) -> Result<(), Error> {
     make_top(path)?;
     match source.medium.as_deref().unwrap_or_default() {
         "" => {}
         "Memory" => {
             let size = size(sources.pod, source, sources.node.allocatable(MEMORY))?;
-            // A tmpfs's own mode, which the kubelet leaves as it is: nobody removes what is another's.
+            // The default mode of a tmpfs, which the kubelet keeps: users cannot remove each other's files.
             mounts::mount_memory(path, size.value(), 0o1777)?;
         }
         medium => {
@@ -85,18 +85,18 @@ fn make(path: &Path, source: &core::EmptyDirVolumeSource, sources: &Sources<'_>)
             let pages = Medium::parse(medium).ok_or_else(unknown)?;
             let size =
                 huge_pages::page_size(pages, sources.pod).map_err(|why| Error::unmet(why.to_string()))?;
-            // It is root's, and of the pod's fsGroup: the kubelet leaves it at that.
+            // The mount belongs to root and the pod's fsGroup: the kubelet changes nothing else.
             return mounts::mount_huge_pages(path, size);
         }
     }
-    // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was
-    // given to a group has more in it, which stays.
+    // Any user of the pod's containers may write to the folder, as under the kubelet. The folder keeps the
+    // additional mode bits that it got with its group.
     add_mode(path, 0o777)
 }
 
-/// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has
-/// for pods (KEP-1967; `calculateEmptyDirMemorySize`). Without any limit a kernel gives a tmpfs half of the
-/// machine.
+/// Returns the size of a volume in memory: the minimum of its limit, the pod's memory limit and the node's
+/// allocatable memory (KEP-1967; `calculateEmptyDirMemorySize`). Without a limit, the kernel allows a tmpfs to
+/// use half of the machine's memory.
 fn size(
     pod: &core::Pod,
     source: &core::EmptyDirVolumeSource,
@@ -115,8 +115,8 @@ fn size(
     Ok(limits.fold(allocatable, Quantity::min))
 }
 
-/// Returns true if the pod's memory has a limit: its own, or one of each container; one without makes it the
-/// node's.
+/// Returns true if the pod's memory has a limit: the pod's own, or one of every container. Without that, only
+/// the node's memory limits the pod.
 fn is_limited(pod: &core::Pod) -> bool {
     let spec = pod.spec.as_ref();
     let own = spec.and_then(|spec| spec.resources.as_ref()?.limits.as_ref());

@@ -1,50 +1,50 @@
-//! Why a volume could not be made, mounted, changed or removed.
+//! Errors of making, mounting, changing and removing volumes.
 
 use std::io;
 use std::path::PathBuf;
 
 use rustix::io::Errno;
 
-/// A failure of one of a pod's volumes. Displayed, it is a whole sentence.
+/// A failure of a pod's volumes.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// One of the pod's volumes.
+    /// A volume of the pod failed.
     #[error("volume {volume}: {cause}")]
     Volume {
-        /// Its name.
+        /// Volume's name.
         volume: String,
-        /// Why.
+        /// Cause.
         cause: Box<Error>,
     },
-    /// Claims whose PersistentVolumes are not known, or that the pod may not have: the kubelet's words.
+    /// Claims whose PersistentVolumes are unknown, or that the pod may not use. The text is the kubelet's.
     #[error("unmounted volumes=[{0}], unattached volumes=[], failed to process volumes=[{0}]: {why}", .volumes.join(" "))]
     Claims {
-        /// The volumes.
+        /// Names of the volumes.
         volumes: Vec<String>,
-        /// Why.
+        /// Cause.
         why: String,
     },
-    /// A storage plugin cannot bring a volume, or cannot take it back.
+    /// A storage plugin cannot publish or unpublish a volume.
     #[error(transparent)]
     Csi(#[from] beelet_csi::Error),
-    /// One of a container's mounts.
+    /// A mount of a container failed.
     #[error("mount {path} of container {container}: {cause}")]
     Mount {
-        /// Where it is in the container.
+        /// Path in the container.
         path: String,
-        /// The container.
+        /// Container's name.
         container: String,
-        /// Why.
+        /// Cause.
         cause: Box<Error>,
     },
-    /// The pod asks for something that cannot be, or refers to something that is not there.
+    /// The pod asks for something impossible or refers to a missing object.
     #[error("{0}")]
     Unmet(String),
-    /// The pod asks for more than the agent makes for one.
+    /// The pod's volumes exceed the agent's limits per pod.
     #[error(transparent)]
     TooMuch(#[from] beelet_policy::volumes::content::TooMuch),
-    /// The work was stopped: its pod is taken away, or another state of it is wanted.
-    #[error("the volumes are not made, as the agent stopped the work before its end")]
+    /// The agent interrupted the work: the pod is being removed or its desired state changed.
+    #[error("the agent interrupted the setup of the volumes")]
     Stopped,
     /// A folder could not be made or removed.
     #[error(transparent)]
@@ -52,60 +52,60 @@ pub enum Error {
     /// The file system or the kernel refused.
     #[error("cannot {action} {}: {cause}", .path.display())]
     Io {
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// With what.
+        /// Path that the action was for.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         cause: io::Error,
     },
     /// A mount that is in use.
     #[error("cannot unmount {}: {cause}; something still uses it", .path.display())]
     Busy {
-        /// The mount point.
+        /// Mount point.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         cause: Errno,
     },
-    /// A volume's folder was removed by somebody while the agent made it.
-    #[error("{} was taken away while it was made", .0.display())]
+    /// Another process removed a volume's folder while the agent was making it.
+    #[error("another process removed {} while the agent was making it", .0.display())]
     Vanished(PathBuf),
-    /// A path of the machine's that does not fit the volume's type.
+    /// A path of the machine does not match the volume's type.
     #[error("hostPath {} {why}", .path.display())]
     HostPath {
-        /// The path.
+        /// Path on the machine.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         why: String,
     },
-    /// A part of a volume that can't be mounted.
+    /// A part of a volume cannot be mounted.
     #[error("subPath {} of {}: {}", .part.display(), .volume.display(), sub_path(*.cause))]
     SubPath {
-        /// The part.
+        /// Path of the part in the volume.
         part: PathBuf,
-        /// The volume's folder.
+        /// Volume's folder.
         volume: PathBuf,
-        /// Why.
+        /// Cause.
         cause: Errno,
     },
-    /// A file of a volume that can't be read.
+    /// A file of a volume cannot be read.
     #[error("cannot read {} of {}: {cause}", .part.display(), .volume.display())]
     Part {
-        /// The file.
+        /// Path of the file in the volume.
         part: PathBuf,
-        /// The volume's folder.
+        /// Volume's folder.
         volume: PathBuf,
-        /// Why.
+        /// Cause.
         cause: Errno,
     },
-    /// Files that could not be given to the pod's group.
-    #[error("cannot give {} to the group {group}: {}", .path.display(), fs_group(*.cause))]
+    /// The group of a volume's files cannot be changed to the pod's group.
+    #[error("cannot change the group of {} to {group}: {}", .path.display(), fs_group(*.cause))]
     FsGroup {
-        /// The volume's folder.
+        /// Volume's folder.
         path: PathBuf,
-        /// The group's id.
+        /// Id of the group.
         group: u32,
-        /// Why.
+        /// Cause.
         cause: Errno,
     },
 }
@@ -115,12 +115,12 @@ impl Error {
         Self::Unmet(why.into())
     }
 
-    /// For `map_err`: what another part says.
+    /// Wraps the message of another crate's error, for `map_err`.
     pub(super) fn unmet_of(why: impl std::fmt::Display) -> Self {
         Self::Unmet(why.to_string())
     }
 
-    /// For `map_err`: what was tried, and with what.
+    /// Returns a function that adds the action and the path to an I/O error, for `map_err`.
     pub(super) fn io<E: Into<io::Error>>(
         action: &'static str,
         path: impl Into<PathBuf>,
@@ -129,7 +129,7 @@ impl Error {
         move |cause| Self::Io { action, path, cause: cause.into() }
     }
 
-    /// The error of one of the pod's volumes. The words of an error of claims name their volumes already.
+    /// Adds the name of the volume. The text of an error of claims has the names of its volumes already.
     pub(super) fn of_volume(self, volume: &str) -> Self {
         if matches!(self, Self::Claims { .. }) {
             return self;
@@ -140,17 +140,17 @@ impl Error {
 
 fn sub_path(cause: Errno) -> String {
     match cause {
-        Errno::XDEV | Errno::LOOP => {
-            "it leads out of the volume (a symbolic link?), and is refused".to_owned()
-        }
+        Errno::XDEV | Errno::LOOP => "the path leads out of the volume (a symbolic link?)".to_owned(),
         cause => cause.to_string(),
     }
 }
 
 fn fs_group(cause: Errno) -> String {
     match cause {
-        Errno::NAMETOOLONG => format!("it has folders more than {} levels deep", beelet_base::walk::DEEPEST),
-        Errno::STALE => "folders in it are moved meanwhile".to_owned(),
+        Errno::NAMETOOLONG => {
+            format!("folders are nested more than {} levels deep", beelet_base::walk::DEEPEST)
+        }
+        Errno::STALE => "another process moved folders at the same time".to_owned(),
         cause => cause.to_string(),
     }
 }

@@ -1,6 +1,5 @@
-//! Expands the volumes of claims on the node, when a pod gets them and while the pod has them
-//! (`NodeExpandVolume` of the kubelet). The plugin makes the volume larger and records the size in the
-//! claim's status.
+//! Expands the volumes of claims on the node, before a pod starts and while the pod runs (`NodeExpandVolume`
+//! of the kubelet). The plugin expands the volume and records the size in the claim's status.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,15 +23,15 @@ use crate::{
     resync::{Resync, runs_with, uid},
 };
 
-/// Time between two checks of all claims: about the kubelet's.
+/// Time between two checks of all claims: about the kubelet's period.
 pub(crate) const PERIOD: Duration = Duration::from_secs(60);
-/// Pods that are checked at the same time. A driver that hangs delays few others.
+/// Maximum number of pods that are checked at the same time: a hanging driver delays few others.
 const AT_A_TIME: usize = 16;
 
-/// Expands the volumes that a pod is about to get.
+/// Expands the volumes of a pod that is about to start.
 ///
 /// # Errors
-/// A volume stays smaller than its claim: the pod must not run on it.
+/// A volume stays smaller than its claim, so the pod must not start.
 pub(crate) async fn at_mount(
     plugins: &Plugins,
     storage: Option<&dyn Storage>,
@@ -88,7 +87,7 @@ async fn expand_all(deps: &Deps, storage: &dyn Storage, pod: Arc<Pod>) {
     if expandable.is_empty() {
         return;
     }
-    // An API server that gives no answer is asked again in the next round.
+    // If the API server does not answer, the next round asks again.
     let Ok(claims) = claims::read(Some(storage), &pod, None).await else { return };
     let facts = ExpandFacts { pod: &pod, storage, mounted: true };
     for claimed in claims.values().filter(|claimed| expandable.contains(claimed.name())) {

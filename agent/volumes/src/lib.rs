@@ -1,20 +1,20 @@
-//! The volume manager: attaches, mounts, expands, measures and takes back the volumes of pods, over the
-//! storage plugins of `csi` and the kinds that the agent mounts itself.
+//! The volume manager: attaches, mounts, expands, measures and releases the volumes of pods, through the
+//! storage plugins of `csi` and for the kinds of volumes that the agent mounts itself.
 //!
-//! A pod's folder is `<pods>/<uid>`: `volumes/<name>` has the volumes that are made for the pod,
-//! `volume-subpaths/<volume>/<container>/<index>` the parts of volumes that containers mount alone. The
-//! folder's content is removed with the pod; nothing outside the folder is. For a PersistentVolume
-//! `volumes/<name>` is a link to its place, so that the start of a later container reads no claim.
+//! A pod's folder is `<pods>/<uid>`: `volumes/<name>` has the volumes that are made for the pod, and
+//! `volume-subpaths/<volume>/<container>/<index>` has the parts of volumes that containers mount by `subPath`.
+//! The removal of a pod removes the folder's content and nothing outside the folder. For a PersistentVolume,
+//! `volumes/<name>` is a link to the volume's path, so that the start of a later container reads no claim.
 //!
-//! [`VolumeManager`] runs the steps for a pod and the periodic tasks; [`PodVolumes`] has the work on disk of
-//! one pod, all of which blocks; each kind of volumes implements `plugin::VolumePlugin` in a file of its own
+//! [`VolumeManager`] runs the steps for a pod and the periodic tasks. [`PodVolumes`] has the work on disk for
+//! one pod, all of which blocks. Each kind of volumes implements `plugin::VolumePlugin` in a file of its own
 //! and has a line in `plugins`.
 //!
 //! Containers may have written to their volumes, so the content of a volume is never trusted: no symbolic
 //! link in a volume is followed out of it, and no mount point in the folder is crossed when the folder is
 //! removed.
 
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 mod atomic;
