@@ -1,10 +1,11 @@
-//! Volumes of `flexVolume`: mounted by drivers, programs in a folder of the machine's, as
-//! `pkg/volume/flexvolume` of Kubernetes does it, and with its paths.
+//! flexVolume volumes: drivers, which are programs in a folder of the machine, mount them, with the behaviour
+//! and the paths of Kubernetes' `pkg/volume/flexvolume`.
 //!
-//! A pod's volume is at `volumes/<vendor>~<driver>/<volume>` in the pod's folder. One that is attached to the
-//! node is mounted first, once for all pods, at `plugins/kubernetes.io/flexvolume/<vendor>/<driver>/mounts/
-//! <volume>` of the kubelet's folder. What a driver may have done is on disk before it is asked for it, and
-//! is taken back from there. A driver that hangs holds up the pods of its own volumes alone.
+//! A pod's volume is at `volumes/<vendor>~<driver>/<volume>` in the pod's folder. A volume that is attached to
+//! the node is mounted first, once for all pods, at
+//! `plugins/kubernetes.io/flexvolume/<vendor>/<driver>/mounts/<volume>` of the kubelet's folder. The agent
+//! writes a record to disk before it calls a driver, and releases volumes by these records. A hanging driver
+//! delays only the pods of its own volumes.
 
 mod driver;
 
@@ -48,84 +49,84 @@ use crate::{
     records,
 };
 
-/// Where records are in a pod's folder.
+/// Folder of the records in a pod's folder.
 const OF_POD: &str = "plugins/kubernetes.io~flexvolume";
-/// The folder with the records of devices, among those of drivers: none of them begins with a dot.
+/// Folder of the records of devices, among the drivers' folders, whose names never begin with a dot.
 const DEVICES: &str = ".devices";
 
-/// A volume that a pod needs, with what was found out for it.
+/// A volume that a pod needs, with the facts that its attachment revealed.
 #[derive(Clone)]
 pub(crate) struct FlexWanted {
-    /// The volume.
+    /// Volume.
     pub volume: FlexVolume,
-    /// What is in its Secret.
+    /// Content of the volume's Secret.
     pub secret: BTreeMap<String, Vec<u8>>,
-    /// The device that a controller has attached to the node. None: there is no controller.
+    /// Device that a controller has attached to the node. None on a node without controllers.
     pub device: Option<String>,
 }
 
 impl fmt::Debug for FlexWanted {
-    /// Not the secret.
+    /// Omits the secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { volume, device, .. } = self;
         f.debug_struct("FlexWanted").field("volume", volume).field("device", device).finish_non_exhaustive()
     }
 }
 
-/// A volume that a driver has mounted for a pod, or may have.
+/// A volume that a driver has, or may have, mounted for a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct PodRecord {
     driver: String,
-    /// The volume's name, of its PersistentVolume or in the pod.
+    /// Name of the PersistentVolume, or of the volume in the pod.
     name: String,
-    /// Other pods may have it too: it is attached to the node, or for one pod at a time.
+    /// Other pods may refer to the volume: it is attached to the node, or is for one pod at a time.
     shared: bool,
-    /// The driver takes SELinux labels.
+    /// The driver supports SELinux labels.
     relabel: bool,
-    /// How much room there is may be asked.
+    /// The driver allows measuring the volume.
     metrics: bool,
 }
 
-/// A volume that a driver has mounted for all pods, or may have.
+/// A volume that a driver has, or may have, mounted for all pods.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct DeviceRecord {
     driver: String,
     name: String,
-    /// What was asked for: its options and its file system.
+    /// Requested options and file system.
     asked: (BTreeMap<String, String>, String),
-    /// The agent has had it attached, not a controller.
+    /// The agent attached the volume, not a controller.
     attached_here: bool,
 }
 
-/// The volumes of drivers. Clones share them.
+/// Volumes of flexVolume drivers. Clones share them.
 #[derive(Clone, Debug)]
 pub struct FlexVolumes(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// The node's name.
+    /// Name of the node.
     node: String,
-    /// Where devices are mounted: `<kubelet dir>/plugins/kubernetes.io/flexvolume`.
+    /// Folder of the mounted devices: `<kubelet dir>/plugins/kubernetes.io/flexvolume`.
     folder: PathBuf,
-    /// The folder with a folder for each pod.
+    /// Folder with a folder for each pod.
     pods_dir: PathBuf,
     drivers: Drivers,
     busy: Busy,
     in_use: VolumesInUse,
 }
 
-/// A volume on its way to a pod.
+/// A volume that is being mounted for a pod.
 struct Way<'a> {
     wanted: &'a FlexWanted,
     driver: &'a Driver,
-    /// The driver's folder, as in paths.
+    /// Name of the driver's folder in paths.
     folder: &'a str,
 }
 
 impl FlexVolumes {
-    /// Volumes of the drivers in `drivers`. What is on disk of devices is `in_use` then. Blocks.
+    /// Opens the volumes of the drivers in `drivers`. Marks recorded devices as `in_use`. Blocks.
     #[must_use]
     pub fn open(
         node: &str,
@@ -147,22 +148,22 @@ impl FlexVolumes {
         }))
     }
 
-    /// Returns true if a driver's volumes are attached to a node before they are mounted. Blocks: a driver
-    /// that nobody has called is asked.
+    /// Returns true if a driver's volumes are attached to a node before they are mounted. Blocks: the first
+    /// use of a driver calls its `init`.
     ///
     /// # Errors
-    /// The driver is not there, or does not answer.
+    /// The driver is not installed or does not answer.
     fn attaches(&self, driver: &str) -> Result<bool, Error> {
         Ok(self.0.drivers.get(driver)?.capabilities.attach)
     }
 
-    /// Says that a pod will use a volume that a controller attaches: it detaches it no more.
+    /// Records that a pod will use a volume that a controller attaches, so that the controller does not detach
+    /// the volume.
     fn use_by(&self, volume: &FlexVolume, uid: &str) {
         self.0.in_use.use_by(&volume.unique_name(), Some(uid));
     }
 
-    /// Has a volume mounted for the pod with this folder, also where it is mounted already. Returns its
-    /// place.
+    /// Mounts a volume for the pod with this folder, unless it is mounted already. Returns the volume's path.
     fn mount_for_pod(
         &self,
         folder: &Path,
@@ -190,7 +191,7 @@ impl FlexVolumes {
         }
         let way = Way { wanted, driver: &driver, folder: &of_driver };
         if can.attach {
-            // Before the record: a pod that is refused has no part in what the other has.
+            // Before the record is written, so that a refused pod does not count as a user of the device.
             self.check_asked(&way, folder)?;
         }
         let record = PodRecord {
@@ -208,21 +209,21 @@ impl FlexVolumes {
         if let Some(group) = group.filter(|_| can.group && !volume.read_only)
             && let Err(why) = group.own(&target, Access::ReadWrite)
         {
-            // As under the kubelet: the pod runs all the same.
-            warn!("a flexVolume's files could not be given to the pod's group: {why}");
+            // As under the kubelet, the pod runs nevertheless.
+            warn!("flexVolume: {why}");
         }
         Ok(target)
     }
 
-    /// Has the driver mount a volume for a pod, or, if it leaves that to others, shows what is mounted for
-    /// all.
+    /// Makes the driver mount a volume for a pod. If the driver has no `mount` command, bind mounts the
+    /// device that is mounted for all pods.
     fn mount(&self, way: &Way<'_>, pod: &Pod, target: &Path, group: Option<u32>) -> Result<(), Error> {
         let volume = &way.wanted.volume;
         let options = volume.options(policy::of_mount(pod, group, &way.wanted.secret));
         let secrets = policy::secrets(&options, &way.wanted.secret);
         make_folder(target, PRIVATE)?;
-        let told = [target.as_os_str(), OsStr::new(&options)];
-        let mounted = match way.driver.call_with("mount", &told, &secrets) {
+        let arguments = [target.as_os_str(), OsStr::new(&options)];
+        let mounted = match way.driver.call_with("mount", &arguments, &secrets) {
             Ok(None) => {
                 let options: &[String] = if volume.read_only { &["ro".to_owned()] } else { &[] };
                 disk::bind(&self.device_path(way.folder, &volume.name), target, options)
@@ -230,14 +231,14 @@ impl FlexVolumes {
             called => called.map(drop),
         };
         if mounted.is_err() {
-            // The next try makes it again.
+            // The next attempt makes the folder again.
             let _ = fs::remove_dir(target);
         }
         mounted
     }
 
-    /// Refuses a volume that another pod has under the same name, and asked for otherwise: what is attached
-    /// is told apart by driver and name alone.
+    /// Refuses a volume if another pod has a volume of the same name with other options: only driver and name
+    /// identify an attached device.
     fn check_asked(&self, way: &Way<'_>, folder: &Path) -> Result<(), Error> {
         let volume = &way.wanted.volume;
         let known = records::read::<DeviceRecord>(&self.device_record(way.folder, &volume.name))?;
@@ -253,14 +254,14 @@ impl FlexVolumes {
         )))
     }
 
-    /// Mounts an attached volume once for all pods. No other pod has one of this name that was asked for
-    /// otherwise: see `check_asked`.
+    /// Mounts an attached volume once for all pods. No other pod has a volume of this name with other options:
+    /// `check_asked` made sure.
     fn mount_device(&self, way: &Way<'_>) -> Result<(), Error> {
         let FlexWanted { volume, device, .. } = way.wanted;
         let (target, place) =
             (self.device_path(way.folder, &volume.name), self.device_record(way.folder, &volume.name));
         match records::read::<DeviceRecord>(&place)? {
-            // What a pod that is gone has left behind is another volume, of the same name.
+            // A removed pod left another volume of the same name behind.
             Some(known) if known.asked != asked(volume) => {
                 self.release_device(&volume.driver, way.folder, &volume.name)?;
             }
@@ -286,9 +287,9 @@ impl FlexVolumes {
         let found = way.driver.call("waitforattach", &[OsStr::new(&device), options])?;
         let device = found.map_or(device, |answer| answer.device);
         make_folder(&target, PRIVATE)?;
-        let told = [target.as_os_str(), OsStr::new(&device), options];
-        let mounted = match way.driver.call("mountdevice", &told) {
-            // Without a device there is nothing to mount.
+        let arguments = [target.as_os_str(), OsStr::new(&device), options];
+        let mounted = match way.driver.call("mountdevice", &arguments) {
+            // A volume without a device needs no mount.
             Ok(None) if device.is_empty() => Ok(()),
             Ok(None) => mount_disk(&device, &target, volume),
             called => called.map(drop),
@@ -299,7 +300,7 @@ impl FlexVolumes {
         mounted
     }
 
-    /// Where a volume is mounted for all pods.
+    /// Returns the path where a volume is mounted for all pods.
     fn device_path(&self, driver: &str, name: &str) -> PathBuf {
         self.0.folder.join(driver.replace('~', "/")).join("mounts").join(name)
     }
@@ -308,22 +309,22 @@ impl FlexVolumes {
         self.0.folder.join(DEVICES).join(driver).join(name)
     }
 
-    /// Returns true if a pod with another folder has a volume, or may have.
+    /// Returns true if a pod with another folder has, or may have, the volume.
     fn has_another(&self, driver: &str, name: &str, folder: &Path) -> bool {
         let folder_of = policy::folder_of(driver).unwrap_or_default();
         let has = |pod: &PathBuf| records::exists(&record_of(pod, &folder_of, name));
         records::folders(&self.0.pods_dir).iter().any(|pod| pod != folder && has(pod))
     }
 
-    /// Has all volumes of the pod with this folder taken away, and the devices that were the pod's alone.
-    /// Harmless to repeat.
+    /// Unmounts all volumes of the pod with this folder, and detaches the devices that no other pod has.
+    /// Idempotent.
     ///
     /// # Errors
-    /// A driver is not there, or can't: the pod can't go yet.
+    /// A driver is not installed or fails: the pod cannot be removed yet.
     fn release(&self, folder: &Path) -> Result<(), Error> {
         let all = records::all::<PodRecord>(&folder.join(OF_POD));
         let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
-        // Each is tried, whatever becomes of the others.
+        // The failure of a volume does not keep the others from being released.
         let released: Vec<Result<(), Error>> = released.collect();
         released.into_iter().collect::<Result<(), Error>>()?;
         let uid = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -337,7 +338,7 @@ impl FlexVolumes {
         Ok(())
     }
 
-    /// Returns true if anything is on disk of a device, by its unique name.
+    /// Returns true if the device with this unique name has a record.
     fn has_device(&self, name: &str) -> bool {
         let Some((driver, name)) = name.rsplit_once('/') else { return false };
         policy::folder_of(driver).is_some_and(|folder| records::exists(&self.device_record(&folder, name)))
@@ -346,23 +347,24 @@ impl FlexVolumes {
     fn release_one(&self, folder: &Path, place: &Path, record: &PodRecord) -> Result<(), Error> {
         let PodRecord { driver, name, .. } = record;
         let of_driver = policy::folder_of(driver);
-        let of_driver = of_driver.ok_or_else(|| Error::unmet(format!("{driver:?} is no driver")))?;
+        let of_driver =
+            of_driver.ok_or_else(|| Error::unmet(format!("{driver:?} is not the name of a driver")))?;
         let name = one_name(name)?;
         let _held = self.0.busy.hold(&key(folder, &format!("{driver}/{name}"), record.shared));
         let target = folder.join(VOLUMES).join(&of_driver).join(name);
         if is_there(&target) {
-            // What containers have mounted in it would keep the driver from unmounting it.
+            // Mounts that containers made in the volume would keep the driver from unmounting it.
             mounts::unmount_within(&target)?;
             self.unmount("unmount", driver, &target)?;
         }
         if record.shared && !self.has_another(driver, name, folder) {
             self.release_device(driver, &of_driver, name)?;
         }
-        // Last: an agent that is killed before does all of it again.
+        // Last, so that an agent that is killed before this point releases the volume again.
         records::remove(place)
     }
 
-    /// Has a device taken away that no pod has.
+    /// Unmounts and detaches a device that no pod has.
     fn release_device(&self, driver: &str, of_driver: &str, name: &str) -> Result<(), Error> {
         let place = self.device_record(of_driver, name);
         let Some(record) = records::read::<DeviceRecord>(&place)? else { return Ok(()) };
@@ -373,14 +375,14 @@ impl FlexVolumes {
             let _ = fs::remove_dir(&target);
         }
         if record.attached_here {
-            let told = [OsStr::new(name), OsStr::new(&self.0.node)];
-            self.0.drivers.get(driver)?.call("detach", &told)?;
+            let arguments = [OsStr::new(name), OsStr::new(&self.0.node)];
+            self.0.drivers.get(driver)?.call("detach", &arguments)?;
         }
         records::remove(&place)?;
         Ok(())
     }
 
-    /// Has a driver unmount what it has mounted, or does it where the driver leaves it to others.
+    /// Makes a driver unmount `target`, or unmounts it if the driver does not have the command.
     fn unmount(&self, command: &'static str, driver: &str, target: &Path) -> Result<(), Error> {
         let done = self.0.drivers.get(driver)?.call(command, &[target.as_os_str()])?;
         if done.is_none() && mounts::is_mount_point(target)? {
@@ -388,17 +390,17 @@ impl FlexVolumes {
         }
         if mounts::is_mount_point(target)? {
             return Err(Error::unmet(format!(
-                "{} is mounted still, though the driver {driver} said that it unmounted it",
+                "{} is still mounted, although driver {driver} reported success for {command}",
                 target.display()
             )));
         }
-        // What a driver has left in it goes with the pod's folder.
+        // The removal of the pod's folder removes files that a driver left here.
         let _ = fs::remove_dir(target);
         Ok(())
     }
 }
 
-/// The record of the pod's volume at `target`. None if no driver has it.
+/// Returns the record of the pod's volume at `target`. None if the volume belongs to no driver.
 fn record_at(folder: &Path, target: &Path) -> Option<PodRecord> {
     let mut parts = target.strip_prefix(folder.join(VOLUMES)).ok()?.components();
     let (driver, name) = (parts.next()?, parts.next()?);
@@ -406,17 +408,17 @@ fn record_at(folder: &Path, target: &Path) -> Option<PodRecord> {
     records::read(&place).ok()?
 }
 
-/// The kubelet's name of the plugin of all drivers: the drivers' own names are not bounded.
+/// The kubelet's plugin name for all drivers: the number of drivers' own names has no limit.
 const NAME: &str = "kubernetes.io/flexvolume";
 
-/// The kubelet's name of the plugin of flexVolume volumes.
+/// Returns the kubelet's name of the plugin of flexVolume volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     let is_ours =
         spec.is_kind(|claimed| claimed.flex_volume.is_some(), |volume| volume.flex_volume.is_some());
     is_ours.then_some(NAME)
 }
 
-/// The volume as its driver is asked for it.
+/// Returns the volume in the form that its driver needs.
 fn volume_of(spec: &Spec<'_>, namespace: &str) -> Result<FlexVolume, Error> {
     let found = match spec.claimed {
         Some(Claimed { volume, read_only, .. }) => policy::of_claim(volume, *read_only, namespace),
@@ -442,8 +444,8 @@ impl VolumePlugin for FlexVolumes {
         spec.is_claimed_or_mounted(used)
     }
 
-    /// Waits until a controller has attached the volume, where its driver attaches volumes and there is a
-    /// controller. On a node of its own the agent attaches it when it is set up.
+    /// Waits until a controller has attached the volume, if its driver attaches volumes and the node belongs to
+    /// a cluster. On a standalone node the agent attaches the volume during its setup.
     fn attach<'a>(
         &'a self,
         spec: Spec<'a>,
@@ -454,7 +456,7 @@ impl VolumePlugin for FlexVolumes {
             let found = volume_of(&spec, namespace_of(facts.pod))?;
             let (drivers, driver) = (self.clone(), found.driver.clone());
             let asked = blocking("asking a flexVolume driver", move || drivers.attaches(&driver)).await;
-            // Without the driver, the kubelet's words.
+            // The kubelet's text for a missing driver.
             let is_attached = asked.map_err(|why| Error::Claims {
                 volumes: vec![name.clone()],
                 why: format!("failed to get Plugin from volumeSpec for volume {:?} err={why}", found.name),
@@ -481,7 +483,7 @@ impl VolumePlugin for FlexVolumes {
         _left: &mut Allowance,
     ) -> Result<Option<PathBuf>, Error> {
         let Some(Attachment { secret, device, .. }) = target.attachment(spec) else {
-            return Err(Error::unmet("it is not known whether the volume is attached"));
+            return Err(Error::unmet("cannot determine whether the volume is attached"));
         };
         let pod = target.sources.pod;
         let volume = volume_of(spec, namespace_of(pod))?;
@@ -506,43 +508,43 @@ impl VolumePlugin for FlexVolumes {
     }
 }
 
-/// Where the record of a pod's volume is, by the pod's folder and the driver's.
+/// Returns the path of the record of a pod's volume, in the pod's folder.
 fn record_of(folder: &Path, driver: &str, name: &str) -> PathBuf {
     folder.join(OF_POD).join(driver).join(name)
 }
 
-/// What tells a volume from others of its name: its options and its file system.
+/// Returns the options and the file system of a volume, which distinguish volumes of the same name.
 fn asked(volume: &FlexVolume) -> (BTreeMap<String, String>, String) {
     (volume.options.clone(), volume.file_system.clone())
 }
 
-/// What is worked on alone: a volume that several pods may have, or that of one pod.
+/// Returns the key of the lock of a volume, which includes the pod unless several pods may have the volume.
 fn key(folder: &Path, unique_name: &str, shared: bool) -> String {
     let pod = folder.file_name().filter(|_| !shared).unwrap_or_default();
     format!("{}/{unique_name}", pod.to_string_lossy())
 }
 
-/// Refuses a driver whose folder is called as one of the pod's volumes is.
+/// Refuses a driver whose folder has the name of a volume of the pod.
 fn check_no_namesake(pod: &Pod, folder: &str) -> Result<(), Error> {
     let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     if volumes.any(|volume| volume.name == folder) {
         return Err(Error::unmet(format!(
-            "a volume of the pod is called as the flexVolume driver {folder:?} is: rename it"
+            "a volume of the pod has the name of the flexVolume driver's folder: rename the volume {folder:?}"
         )));
     }
     Ok(())
 }
 
-/// Mounts a device for a driver that leaves it to others.
+/// Mounts a device for a driver without the command `mountdevice`.
 fn mount_disk(device: &str, target: &Path, volume: &FlexVolume) -> Result<(), Error> {
     if !device.starts_with('/') || device.contains('\0') {
-        return Err(Error::unmet(format!("{device:?} is no path of a device")));
+        return Err(Error::unmet(format!("{device:?} is not the path of a device")));
     }
     let file_system = FileSystem::of(&volume.file_system).map_err(Error::unmet_of)?;
     disk::mount(Path::new(device), target, file_system, volume.read_only, &[])
 }
 
-/// Returns true unless there certainly is nothing: what a dead file system is mounted on can't be looked at.
+/// Returns true unless the path certainly does not exist: the mount point of a dead file system gives an error.
 fn is_there(path: &Path) -> bool {
     !matches!(fs::symlink_metadata(path), Err(why) if why.kind() == ErrorKind::NotFound)
 }

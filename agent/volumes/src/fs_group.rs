@@ -1,6 +1,6 @@
-//! `fsGroup`: volumes that the pod's group may use, whoever its containers run as. As the kubelet's
-//! `SetVolumeOwnership`: everything belongs to the group, which may do what the owner may; what is made later
-//! in a folder belongs to it too (setgid).
+//! `fsGroup`: makes a volume usable for the pod's group, independently of the users of its containers. Like
+//! the kubelet's `SetVolumeOwnership`: all files belong to the group and give it the owner's permissions;
+//! files that are made later in a folder belong to the group too (setgid).
 //!
 //! Files are opened without following links, and changed by their descriptor, never by their name.
 
@@ -18,12 +18,12 @@ use super::Error;
 use beelet_base::own_file;
 use beelet_base::walk::{Walk, WalkStep};
 
-/// What the group may do with files.
+/// Group's permissions on files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     /// Read and write.
     ReadWrite,
-    /// Read: what is written by the agent alone.
+    /// Read, for files that only the agent writes.
     ReadOnly,
 }
 
@@ -31,12 +31,12 @@ pub(super) enum Access {
 #[derive(Clone, Debug)]
 pub(super) struct FsGroup {
     group: Gid,
-    /// Leave a volume alone whose top folder is right already (`fsGroupChangePolicy: OnRootMismatch`).
+    /// Skip a volume whose top folder has the group and mode already (`fsGroupChangePolicy: OnRootMismatch`).
     on_root_mismatch: bool,
 }
 
 impl FsGroup {
-    /// The group that a pod asks for, if it does.
+    /// Returns the group that the pod's spec names, if any.
     pub(super) fn of(context: Option<&core::PodSecurityContext>) -> Option<Self> {
         let context = context?;
         let id = u32::try_from(context.fs_group?).ok().filter(|id| *id != u32::MAX)?;
@@ -44,12 +44,12 @@ impl FsGroup {
         Some(Self { group: Gid::from_raw(id), on_root_mismatch })
     }
 
-    /// Its number.
+    /// Returns the group's id.
     pub(super) fn id(&self) -> u32 {
         self.group.as_raw()
     }
 
-    /// Gives the folder at `path` and all in it to the group.
+    /// Changes the group of the folder at `path` and of all files in it.
     pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), Error> {
         let failed =
             |cause: Errno| Error::FsGroup { path: path.to_owned(), group: self.group.as_raw(), cause };
@@ -60,17 +60,17 @@ impl FsGroup {
         self.own_all(folder, access).map_err(failed)
     }
 
-    /// Returns true if a folder is as it should be already.
+    /// Returns true if a folder has the group and the mode already.
     fn owns(&self, folder: &OwnedFd, access: Access) -> Result<bool, Errno> {
         let stat = rustix::fs::fstat(folder)?;
         let wanted = mask(FileType::Directory, access);
         Ok(stat.st_gid == self.group.as_raw() && Mode::from_raw_mode(stat.st_mode).contains(wanted))
     }
 
-    /// The children first, so that an interrupted change is seen at the top. What goes or is replaced
-    /// meanwhile is passed over, and what is mounted below belongs to somebody else. What the file system
-    /// doesn't give away (root squashed, immutable) stays as it is, and the pod runs all the same, as under
-    /// the kubelet.
+    /// Changes children before their folder, so that the top folder shows an interrupted change. Skips files
+    /// that are removed or replaced at the same time, and mounts below the folder, which belong to other
+    /// volumes. If the file system refuses a change (squashed root, immutable file), the file stays as it is
+    /// and the pod runs nevertheless, as under the kubelet.
     fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
         let mut walk = Walk::of(folder)?;
         let (mut refused, mut why) = (0_u64, None);
@@ -79,7 +79,7 @@ impl FsGroup {
             let owned = match step {
                 WalkStep::Entry(name, FileType::Directory) => walk.enter(&name),
                 WalkStep::Entry(name, FileType::RegularFile) => self.own_plain(walk.here(), &name, access),
-                // Links have no mode; opening pipes, sockets and devices may do something.
+                // Links have no mode; opening pipes, sockets and devices may have side effects.
                 WalkStep::Entry(name, _) => self.own_name(walk.here(), &name),
                 WalkStep::End => self.own_file(walk.here(), FileType::Directory, access),
                 WalkStep::Left(_) => Ok(()),
@@ -92,12 +92,12 @@ impl FsGroup {
             }
         }
         if let Some(why) = why {
-            warn!("{refused} files of a volume could not be given to group {}: {why}", self.group.as_raw());
+            warn!("cannot change the group of {refused} files of a volume to {}: {why}", self.group.as_raw());
         }
         Ok(())
     }
 
-    /// Gives an open file to the group.
+    /// Changes the group and the mode of an open file.
     pub(super) fn own_file(&self, file: impl AsFd, kind: FileType, access: Access) -> Result<(), Errno> {
         let file = file.as_fd();
         rustix::fs::fchown(file, None, Some(self.group))?;
@@ -105,15 +105,15 @@ impl FsGroup {
         rustix::fs::fchmod(file, mode | mask(kind, access))
     }
 
-    /// Gives what was a plain file when its name was read to the group. A container may have put a device
-    /// there since, and to open that may do something: it is found first, and opened if it still is a plain
-    /// file.
+    /// Changes the group and mode of a plain file. A container may have replaced the file by a device after
+    /// its name was read, and opening a device may have side effects: the function opens the file only after
+    /// checking that it still is a plain file.
     fn own_plain(&self, folder: BorrowedFd<'_>, name: &CStr, access: Access) -> Result<(), Errno> {
         let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
         let found = rustix::fs::openat(folder, name, flags, Mode::empty())?;
         match own_file::reopen(&found, OFlags::RDONLY) {
             Ok(file) => self.own_file(&file, FileType::RegularFile, access),
-            // The kernel's word, or ours that it is none.
+            // An error of the kernel, or `reopen`'s own error that the file is not plain.
             Err(error) => Errno::from_io_error(&error).map_or_else(|| self.own_name(folder, name), Err),
         }
     }
@@ -123,7 +123,7 @@ impl FsGroup {
     }
 }
 
-/// What is added to a file's mode.
+/// Returns the mode bits that are added to a file.
 pub(super) fn mask(kind: FileType, access: Access) -> Mode {
     let rights = match access {
         Access::ReadWrite => 0o660,
@@ -150,7 +150,7 @@ mod tests {
     use beelet_testing::folders::{in_memory, make_deep};
 
     fn group(policy: &str) -> FsGroup {
-        // A group that even an ordinary user may give files to: its own.
+        // An ordinary user may change files only to the user's own group.
         let gid = rustix::process::getgid().as_raw();
         let context = json!({"fsGroup": gid, "fsGroupChangePolicy": policy});
         FsGroup::of(Some(&serde_json::from_value(context).unwrap())).unwrap()
@@ -181,14 +181,14 @@ mod tests {
         assert_eq!(mode(&volume.join("sub/file")), 0o660);
         assert_eq!(mode(&volume.join("sub")), 0o2770);
         assert_eq!(mode(&volume), 0o2770);
-        assert_eq!(mode(&outside), 0o600, "what a link leads to is left alone");
+        assert_eq!(mode(&outside), 0o600, "the target of a link is left alone");
     }
 
     #[test]
     fn a_volume_of_many_thousand_levels_is_given_to_the_group() {
         let dir = in_memory();
         let last = make_deep(dir.path(), 20_000);
-        // No deeper in the stack than a thread's of the agent is.
+        // With the stack size of an agent's thread.
         let path = dir.path().to_owned();
         std::thread::spawn(move || group("Always").own(&path, Access::ReadWrite)).join().unwrap().unwrap();
         assert_eq!(rustix::fs::fstat(last).unwrap().st_mode & 0o7777, 0o2775);

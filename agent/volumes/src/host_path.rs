@@ -1,4 +1,4 @@
-//! hostPath: a file or folder of the machine's, checked against its type.
+//! hostPath volumes: a file or folder of the machine, checked against its type.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -16,11 +16,11 @@ use crate::{
     plugin::{Attachment, Location, Spec, Target, Use, VolumePlugin},
 };
 
-/// Files and folders of the machine, of pods and of PersistentVolumes.
+/// Plugin of hostPath volumes and hostPath PersistentVolumes.
 #[derive(Debug)]
 pub(crate) struct HostPathVolumes;
 
-/// The kubelet's name of the plugin of `hostPath` volumes.
+/// Returns the kubelet's name of the plugin of `hostPath` volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     let is_ours = spec.is_kind(|claimed| claimed.host_path.is_some(), |volume| volume.host_path.is_some());
     is_ours.then_some("kubernetes.io/host-path")
@@ -58,14 +58,14 @@ impl VolumePlugin for HostPathVolumes {
     }
 }
 
-/// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files
-/// 0644).
+/// Checks a host path against its type, after making a missing folder (0755) or file (0644) for the
+/// `…OrCreate` types.
 fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
     content::check_path(&host.path)?;
     let path = Path::new(&host.path);
     let kind = host.type_.as_deref().unwrap_or("");
     match kind {
-        // Nothing is asked; what isn't there the runtime makes a folder of.
+        // No check; the runtime makes a folder at a missing path.
         "" => return Ok(()),
         "DirectoryOrCreate" if !path.exists() => {
             make_folder(path, 0o755)?;
@@ -83,7 +83,7 @@ fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
         "Socket" => found.is_socket(),
         "CharDevice" => found.is_char_device(),
         "BlockDevice" => found.is_block_device(),
-        _ => return Err(Error::unmet(format!("hostPath type {kind:?} is not known"))),
+        _ => return Err(Error::unmet(format!("unknown hostPath type {kind:?}"))),
     };
     if fits { Ok(()) } else { Err(wrong(format!("is not a {kind}"))) }
 }
@@ -97,7 +97,7 @@ pub(crate) fn persistent(claimed: &Claimed, source: &core::HostPathVolumeSource)
     Ok(PathBuf::from(&source.path))
 }
 
-/// Makes an empty file, unless another program was faster.
+/// Makes an empty file, unless another program made it first.
 fn make_file(path: &Path) -> std::io::Result<()> {
     match fs::OpenOptions::new().create_new(true).write(true).open(path) {
         Ok(file) => file.set_permissions(fs::Permissions::from_mode(0o644)),
@@ -135,7 +135,7 @@ mod tests {
     fn a_path_that_linux_does_not_take_is_refused_unseen_whatever_its_type() {
         for kind in ["", "DirectoryOrCreate", "FileOrCreate", "Directory", "Socket"] {
             let host = |path: String| core::HostPathVolumeSource { path, type_: Some(kind.to_owned()) };
-            // To look for each of the folders of a megabyte would be to read a million megabytes.
+            // Resolving each folder of a path of one megabyte would read a million megabytes.
             let refused = check(&host("/a".repeat(1 << 20))).unwrap_err();
             assert!(matches!(refused, Error::TooMuch(TooMuch::Path { .. })), "{kind}: {refused}");
         }

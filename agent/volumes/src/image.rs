@@ -11,11 +11,11 @@ use crate::{
     plugin::{Location, Spec, Target, VolumePlugin},
 };
 
-/// Images as volumes (KEP-4639).
+/// Plugin of image volumes (KEP-4639).
 #[derive(Debug)]
 pub(crate) struct ImageVolumes;
 
-/// The kubelet's name of the plugin of image volumes.
+/// Returns the kubelet's name of the plugin of image volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     spec.volume.image.is_some().then_some("kubernetes.io/image")
 }

@@ -1,7 +1,7 @@
-//! PersistentVolumes of the machine's own disks (`local`): a folder, or a disk with a file system on it.
+//! PersistentVolumes on the machine's own disks (`local`): a folder, or a disk with a file system.
 //!
-//! A volume is bound to `volumes/kubernetes.io~local-volume/<PersistentVolume>` in the pod's folder.
-//! A disk is mounted once for all pods, in the folder of [`LocalDisks`], and unmounted with the last of them.
+//! A volume is bind mounted at `volumes/kubernetes.io~local-volume/<PersistentVolume>` in the pod's folder.
+//! A disk is mounted once for all pods, in the folder of [`LocalDisks`], and unmounted after its last pod.
 
 use std::{
     fs,
@@ -25,28 +25,28 @@ use crate::{
     plugin::{Location, Spec, Target, VolumePlugin},
 };
 
-/// The kubelet's name of this kind of volume, as it is in paths.
+/// The kubelet's name of this kind of volumes in paths.
 const PLUGIN: &str = "kubernetes.io~local-volume";
 
-/// The disks that are mounted for pods. Clones share it.
+/// Disks that are mounted for pods. Clones share them.
 #[derive(Clone, Debug)]
 pub struct LocalDisks {
-    /// Where they are mounted: `<kubelet dir>/plugins/kubernetes.io/local-volume/mounts`.
+    /// Folder of the mounted disks: `<kubelet dir>/plugins/kubernetes.io/local-volume/mounts`.
     folder: PathBuf,
-    /// The folder with a folder for each pod.
+    /// Folder with a folder for each pod.
     pods_dir: PathBuf,
     busy: Busy,
 }
 
 impl LocalDisks {
-    /// Disks that are mounted in the kubelet's folder.
+    /// Mounts disks in the kubelet's folder.
     #[must_use]
     pub fn new(kubelet_dir: &Path, pods_dir: &Path) -> Self {
         let folder = kubelet_dir.join("plugins/kubernetes.io/local-volume/mounts");
         Self { folder, pods_dir: pods_dir.to_owned(), busy: Busy::default() }
     }
 
-    /// The places in pods' folders where a volume is mounted, but for this one.
+    /// Returns the mount points of a volume in pods' folders, except `than`.
     fn others(&self, name: &str, than: Option<&Path>) -> Result<Vec<PathBuf>, Error> {
         let end = Path::new(VOLUMES).join(PLUGIN).join(name);
         let mut points = mounts::below(&self.pods_dir)?;
@@ -54,7 +54,7 @@ impl LocalDisks {
         Ok(points)
     }
 
-    /// Unmounts the disks of these volumes that no pod has mounted any more.
+    /// Unmounts the disks of those volumes that no pod has mounted any more.
     fn release(&self, volumes: &[String]) -> Result<(), Error> {
         for name in volumes {
             let _held = self.busy.hold(name);
@@ -67,8 +67,8 @@ impl LocalDisks {
         Ok(())
     }
 
-    /// Mounts a `local` volume for the pod with this folder, also where it is mounted already. Returns its
-    /// place.
+    /// Mounts a `local` volume for the pod with this folder, unless it is mounted already. Returns the
+    /// volume's path.
     fn mount(
         &self,
         folder: &Path,
@@ -117,7 +117,7 @@ impl LocalDisks {
         if let Some(group) = group.filter(|_| !claimed.read_only && !is_shared)
             && let Err(error) = group.own(&target, Access::ReadWrite)
         {
-            // Mounted, it would be taken for done the next time.
+            // The next attempt would regard a mounted volume as done.
             mounts::unmount(&target)?;
             return Err(error);
         }
@@ -125,7 +125,7 @@ impl LocalDisks {
     }
 }
 
-/// The kubelet's name of the plugin of `local` PersistentVolumes.
+/// Returns the kubelet's name of the plugin of `local` PersistentVolumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     spec.persistent()?.local.is_some().then_some("kubernetes.io/local-volume")
 }
@@ -153,7 +153,7 @@ impl VolumePlugin for LocalDisks {
         self.mount(target.folder, claimed, source, target.fs_group).map(Some)
     }
 
-    /// Unmounts the pod's `local` volumes, and the disks that were the pod's alone.
+    /// Unmounts the pod's `local` volumes, and the disks that no other pod has.
     fn tear_down(&self, folder: &Path) -> Result<(), Error> {
         let own = folder.join(VOLUMES).join(PLUGIN);
         let entries = fs::read_dir(&own).into_iter().flatten().flatten();
@@ -180,7 +180,7 @@ fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error> {
     if kind.is_block_device() {
         return Ok(path);
     }
-    Err(Error::unmet(format!("the local volume {} is no block device", source.path)))
+    Err(Error::unmet(format!("the local volume {} is not a block device", source.path)))
 }
 
 #[cfg(test)]

@@ -1,29 +1,29 @@
-//! Volumes that were lost from the node's disk while their pod runs, and the sentences that report it.
+//! Volumes that disappeared from the node's disk while their pod runs, and the messages that report the loss.
 
 use std::fmt;
 
 /// The lost part of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loss {
-    /// The files, not their folder.
+    /// Files, but not their folder.
     Files,
-    /// The folder, or the file system in memory that was mounted on it.
+    /// Folder, or the file system in memory that was mounted on it.
     Folder,
-    /// The folder of an emptyDir, with all that containers had written there.
+    /// Folder of an emptyDir, with all files that containers had written.
     Data,
 }
 
-/// A lost volume that was made again. Displayed, it is a sentence.
+/// A lost volume that was made again. Its display form is the message of the event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restored {
-    /// Its name.
+    /// Volume's name.
     pub volume: String,
-    /// The part that was lost.
+    /// Lost part.
     pub loss: Loss,
 }
 
 impl Restored {
-    /// The reason of the event.
+    /// Returns the reason of the event.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self.loss {
@@ -38,17 +38,17 @@ impl fmt::Display for Restored {
         let volume = &self.volume;
         match self.loss {
             Loss::Files => {
-                write!(f, "volume {volume}: its files were gone from the node and are written again")
+                write!(f, "volume {volume}: files were missing on the node and have been restored")
             }
             Loss::Folder => write!(
                 f,
-                "volume {volume}: its folder was gone from the node and is made again, with its files; containers that \
-                 run see it once they are restarted"
+                "volume {volume}: the folder was missing on the node and has been restored with its files; running \
+                 containers see the volume after a restart"
             ),
             Loss::Data => write!(
                 f,
-                "volume {volume}: its folder was gone from the node, with all that containers had written there; it is \
-                 made again, empty, and containers that run see it once they are restarted"
+                "volume {volume}: the folder was missing on the node, and all files that containers had written are \
+                 lost; the agent made an empty folder, which running containers see after a restart"
             ),
         }
     }

@@ -1,4 +1,4 @@
-//! The volume manager: the steps from a pod's claims to mounted volumes and back, and the tasks that keep
+//! The volume manager: the steps that make the volumes of a pod and remove them, and the tasks that keep
 //! volumes current while their pods run.
 //!
 //! A pod's worker calls [`VolumeManager::prepare`] and [`VolumeManager::set_up`] before it makes the sandbox,
@@ -44,11 +44,11 @@ pub struct Deps {
     pub node: NodeFacts,
     /// Folder with a folder of volumes for each pod.
     pub pods_dir: PathBuf,
-    /// ConfigMaps and Secrets come with the desired pods.
+    /// Desired pods, with their ConfigMaps and Secrets.
     pub desired: watch::Receiver<Arc<Desired>>,
-    /// The pods that are here.
+    /// Pods on the node.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// Claims and PersistentVolumes of the cluster. None on a node of its own.
+    /// Claims and PersistentVolumes of the cluster. None on a standalone node.
     pub storage: Option<Arc<dyn Storage>>,
     /// Disks and flexVolume drivers.
     pub disks: Disks,
@@ -69,7 +69,7 @@ pub struct Periods {
     pub stats: Duration,
 }
 
-/// Prepares, keeps and takes back the volumes of pods. Clones share the plugins.
+/// Prepares, maintains and releases the volumes of pods. Clones share the plugins.
 #[derive(Clone, Debug)]
 pub struct VolumeManager(Arc<Inner>);
 
@@ -81,7 +81,7 @@ struct Inner {
 }
 
 impl VolumeManager {
-    /// A manager of the volumes of all pods of a node.
+    /// Makes the manager of the volumes of all pods of a node.
     #[must_use]
     pub fn new(deps: Deps) -> Self {
         let csi = CsiVolumes {
@@ -93,14 +93,14 @@ impl VolumeManager {
         Self(Arc::new(Inner { deps, csi, plugins }))
     }
 
-    /// The volumes of a pod on disk.
+    /// Returns the volumes of a pod on disk.
     #[must_use]
     pub fn of_pod(&self, pod: &Pod) -> PodVolumes {
         PodVolumes::of(pod, &self.0.deps.pods_dir, &self.0.plugins)
     }
 
-    /// Reads the claims of a pod, attaches the volumes that its containers use, and expands those that are
-    /// smaller than their claims. Events say what the pod waits for.
+    /// Reads the claims of a pod, attaches the volumes that its containers use, and expands volumes that are
+    /// smaller than their claims. Records events while the pod waits.
     ///
     /// # Errors
     /// A claim is not bound, a volume is not attached or cannot be expanded, or a Secret is missing.
@@ -108,14 +108,14 @@ impl VolumeManager {
         let Deps { storage, desired, events, .. } = &self.0.deps;
         let (storage, object) = (storage.as_deref(), || Object::pod(pod));
         let node = desired.borrow().node.clone();
-        // On the heap: few pods have any, and all would keep room for them.
+        // On the heap: few pods have claims, and all pods would reserve memory for them.
         let claims = Box::pin(claims::read(storage, pod, node));
-        let claims = events.while_waiting(object, "what its volume claims are bound to", claims).await?;
+        let claims = events.while_waiting(object, "the PersistentVolumes of its claims", claims).await?;
         let objects = Arc::clone(&desired.borrow().objects);
         let attaching = Box::pin(self.attach(pod, &claims, &objects));
         let attachments = events.while_waiting(object, "its volumes to be attached", attaching).await?;
         let expanding = Box::pin(expand::at_mount(&self.0.plugins, storage, pod, &claims));
-        events.while_waiting(object, "its volumes to grow", expanding).await?;
+        events.while_waiting(object, "its volumes to be expanded", expanding).await?;
         Ok(Prepared { claims, attachments, objects })
     }
 
@@ -152,7 +152,8 @@ impl VolumeManager {
         volumes.set_up(&sources, stop)
     }
 
-    /// Makes lost volumes of a pod again, with an event for each. For a pod whose volumes are set up. Blocks.
+    /// Makes lost volumes of a pod again and records an event for each. The pod's volumes must be set up.
+    /// Blocks.
     ///
     /// # Errors
     /// A lost volume cannot be made.
@@ -160,10 +161,10 @@ impl VolumeManager {
         object_sync::restore((pod, volumes), &self.0.deps.node, objects, &self.0.deps.events)
     }
 
-    /// Has storage plugins take back the volumes of the pod with this UID.
+    /// Makes storage plugins unpublish the volumes of the pod with this UID.
     ///
     /// # Errors
-    /// A plugin is not there, or cannot: the pod has to stay.
+    /// A plugin is not registered or fails: the pod cannot be removed yet.
     pub async fn unpublish(&self, uid: &str) -> Result<(), Error> {
         for plugin in self.0.plugins.all() {
             plugin.unpublish(uid).await?;
@@ -171,10 +172,10 @@ impl VolumeManager {
         Ok(())
     }
 
-    /// Removes the folder of a pod of which nothing but its UID is known, with all volumes in it.
+    /// Removes the folder of a pod, with all volumes in it. Needs only the pod's UID.
     ///
     /// # Errors
-    /// A plugin cannot take a volume back, or a mount is in use.
+    /// A plugin cannot unpublish a volume, or a mount is in use.
     pub async fn remove(&self, uid: &str) -> Result<(), Error> {
         self.unpublish(uid).await?;
         let (folder, plugins) = (self.0.deps.pods_dir.join(uid), self.0.plugins.clone());
@@ -185,7 +186,7 @@ impl VolumeManager {
         blocking("removing a folder of volumes", remove).await
     }
 
-    /// The tasks that keep volumes current until `cancel`, each with its name.
+    /// Returns the tasks that keep volumes current until `cancel`, with their names.
     #[must_use]
     pub fn tasks(&self, periods: Periods, cancel: &CancellationToken) -> Vec<(&'static str, Work)> {
         let Inner { deps, csi, plugins } = &*self.0;

@@ -6,7 +6,7 @@ use tokio::sync::watch;
 
 use crate::{operations::Operations, stats::StatsMetrics};
 
-/// Operations on volumes, and the volumes' use. Clones share them.
+/// Counters of operations on volumes, and gauges of the volumes' use. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     pub(crate) operations: Operations,
@@ -14,13 +14,13 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         self.operations.register(registry);
         self.stats.register(registry);
     }
 
-    /// Use of the volumes that were measured.
+    /// Returns the use of the measured volumes.
     #[must_use]
     pub fn usage(&self) -> watch::Receiver<VolumesUse> {
         self.stats.usage()

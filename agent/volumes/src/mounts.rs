@@ -1,4 +1,4 @@
-//! The mounts that are ours: file systems in memory and bound parts of volumes, all below the pods' folder.
+//! The agent's own mounts: file systems in memory and bind mounts of volumes' parts, below the pods' folder.
 
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
@@ -15,17 +15,18 @@ use super::Error;
 use beelet_base::mountinfo::{self, Mount};
 use beelet_policy::volumes::content::{BYTES, NAMES};
 
-/// How long a server may take to let go of a mount: the kubelet's.
+/// Time limit for unmounting a network file system: the kubelet's.
 const SERVER: Duration = Duration::from_secs(60);
 
-/// Mounts a file system in memory for the files of objects, unless one is there already: for two sets of as
-/// many as a pod may have, and the links to one of them. A second bound, for what containers may lead to.
+/// Mounts a file system in memory for the files of objects, unless one is mounted already. Its size allows two
+/// sets with the maximum number of files per pod, and the links to a set: a second limit, which also holds for
+/// files that containers cause.
 pub(super) fn mount_for_content(path: &Path) -> Result<(), Error> {
     let pages = NAMES.saturating_mul(rustix::param::page_size()).saturating_add(BYTES);
     mount_tmpfs(path, &[("size", pages.saturating_mul(2)), ("nr_inodes", NAMES * 4)], 0o755)
 }
 
-/// Mounts a file system in memory of so many bytes on a folder, unless one is there already.
+/// Mounts a file system in memory of `size` bytes on a folder, unless one is mounted already.
 pub(super) fn mount_memory(path: &Path, size: i64, mode: u32) -> Result<(), Error> {
     mount_tmpfs(path, &[("size", size)], mode)
 }
@@ -43,7 +44,7 @@ fn mount_tmpfs(path: &Path, limits: &[(&str, impl std::fmt::Display)], mode: u32
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         Ok(rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str()))
     };
-    // What is in it must not get to the disk by way of swap (KEP-2400). Linux knows the option since 6.4.
+    // Swap must not write the files to the disk (KEP-2400). Linux has the option since 6.4.
     let mounted = match mount(format!("{options},noswap"))? {
         Err(Errno::INVAL) => mount(options)?,
         mounted => mounted,
@@ -51,13 +52,14 @@ fn mount_tmpfs(path: &Path, limits: &[(&str, impl std::fmt::Display)], mode: u32
     mounted.map_err(Error::io("mount a tmpfs on", path))
 }
 
-/// Mounts a file system of huge pages of `size` bytes on a folder, unless one is there already.
+/// Mounts a file system of huge pages of `size` bytes on a folder, unless one is mounted already.
 pub(super) fn mount_huge_pages(path: &Path, size: i64) -> Result<(), Error> {
     let action = "mount huge pages on";
     if is_mount_point(path)? {
         let there = rustix::fs::statfs(path).map_err(Error::io(action, path))?;
         let same = there.f_type == libc::HUGETLBFS_MAGIC && i128::from(there.f_bsize) == i128::from(size);
-        let other = || Error::unmet("what is mounted there has no huge pages, or such of another size");
+        let other =
+            || Error::unmet("another file system, or huge pages of another size, are mounted already");
         return if same { Ok(()) } else { Err(other()) };
     }
     let data = CString::new(format!("pagesize={size}")).map_err(Error::io(action, path))?;
@@ -78,18 +80,18 @@ pub fn unmount_below(folder: &Path) -> Result<(), Error> {
     unmount_all(&real(folder), |_| true)
 }
 
-/// Unmounts everything at and below a mount point, which is not looked at: its server may be away.
+/// Unmounts everything at and below a mount point without accessing it: its server may be unreachable.
 pub(super) fn unmount_at(point: &Path) -> Result<(), Error> {
     unmount_all(&as_in_table(point), |_| true)
 }
 
-/// Unmounts everything below `folder`, and nothing at it: what containers have mounted in a volume.
+/// Unmounts everything below `folder`, but nothing at it: mounts that containers made in a volume.
 pub(super) fn unmount_within(folder: &Path) -> Result<(), Error> {
     let own = as_in_table(folder);
     unmount_all(&own, |point| point != own)
 }
 
-/// A mount point as the kernel shows it, without a look at what is mounted there.
+/// Returns the path of a mount point as the kernel shows it, without accessing the mounted file system.
 fn as_in_table(point: &Path) -> PathBuf {
     match (point.parent(), point.file_name()) {
         (Some(parent), Some(name)) => real(parent).join(name),
@@ -101,7 +103,7 @@ fn unmount_all(folder: &Path, is_meant: impl Fn(&Path) -> bool) -> Result<(), Er
     let table = table()?;
     let is_meant = |mount: &Mount<'_>| mount.point.starts_with(folder) && is_meant(&mount.point);
     let mut mounts: Vec<Mount<'_>> = mountinfo::mounts(&table).filter(is_meant).collect();
-    // The last mounted comes off first: of two on one folder it is on top.
+    // The latest mount is unmounted first: it hides an earlier one on the same folder.
     mounts.reverse();
     mounts.sort_by_key(|mount| std::cmp::Reverse(mount.point.components().count()));
     for Mount { point, fs_type, .. } in mounts {
@@ -110,8 +112,8 @@ fn unmount_all(folder: &Path, is_meant: impl Fn(&Path) -> bool) -> Result<(), Er
     Ok(())
 }
 
-/// Unmounts a file system whose server may be away: then by force, as `mount.CleanupMountWithForce` does it.
-/// What was not written yet is lost in that case.
+/// Unmounts a file system whose server may be unreachable: after [`SERVER`] by force, like
+/// `mount.CleanupMountWithForce`, which loses data that the kernel has not written yet.
 fn unmount_network(point: &Path) -> Result<(), Error> {
     let (sender, done) = mpsc::channel();
     let own = point.to_owned();
@@ -126,14 +128,14 @@ fn unmount_network(point: &Path) -> Result<(), Error> {
     }
 }
 
-/// Unmounts what is mounted at `point`, which must be a mount point itself.
+/// Unmounts the file system at `point`, which must be a mount point itself.
 pub(super) fn unmount(point: &Path) -> Result<(), Error> {
     rustix::mount::unmount(point, UnmountFlags::NOFOLLOW)
         .map_err(|cause| Error::Busy { path: point.to_owned(), cause })
 }
 
-/// Returns true if something is mounted at `path`. A link in its place is not followed, and what is mounted
-/// there is not looked at: its server may be away.
+/// Returns true if `path` is a mount point. Does not follow a link at `path`, and does not access the mounted
+/// file system: its server may be unreachable.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
     mountinfo::is_mount_point(path).map_err(Error::io("look for a mount at", path))
 }
@@ -148,12 +150,12 @@ pub(super) fn is_mounted(device: &Path) -> Result<bool, Error> {
     Ok(mountinfo::mounts(&table()?).any(|mount| mount.device == Some(numbers)))
 }
 
-/// A path as the kernel shows it: our own may lead through links (/var/run).
+/// Returns a path as the kernel shows it: a configured path may lead through links (/var/run).
 pub(super) fn real(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// The mount points at and below `folder`, in the order of mounting.
+/// Returns the mount points at and below `folder`, in the order of mounting.
 pub(super) fn below(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(mounts_below(&table()?, folder).map(|mount| mount.point).collect())
 }
@@ -201,7 +203,7 @@ mod tests {
         assert!((1..1 << 33).contains(&size), "{size}");
         fs::create_dir(volume.join("dir")).unwrap();
         rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();
-        // What a container does to what was bound, and what somebody calls a stick.
+        // A path that a container removed after the bind mount, and the label of a USB stick.
         fs::rename(volume.join("dir"), volume.join(OsStr::from_bytes(b"\xff"))).unwrap();
         let stick = dir.path().join(OsStr::from_bytes(b"caf\xe9 \n1"));
         fs::create_dir(&stick).unwrap();

@@ -1,6 +1,5 @@
-//! NFS volumes, mounted by the system's own helper (mount.nfs) as `pkg/volume/nfs` of Kubernetes does it, on
-//! `volumes/kubernetes.io~nfs/<volume>` in the pod's folder. A server that is away holds up its own pods
-//! alone.
+//! NFS volumes: the system's helper (mount.nfs) mounts them at `volumes/kubernetes.io~nfs/<volume>` in the
+//! pod's folder, as in Kubernetes' `pkg/volume/nfs`. An unreachable server delays only its own pods.
 
 use std::{
     fs,
@@ -25,16 +24,16 @@ use crate::{
     plugin::{Attachment, Location, Spec, Target, Use, VolumePlugin},
 };
 
-/// The kubelet's name of this kind of volume, as it is in paths.
+/// The kubelet's name of this kind of volumes in paths.
 const PLUGIN: &str = "kubernetes.io~nfs";
-/// Where mount(8) looks for the helper.
+/// Paths where mount(8) looks for the helper.
 const HELPERS: [&str; 2] = ["/sbin/mount.nfs", "/usr/sbin/mount.nfs"];
 
-/// Exports of NFS servers.
+/// Plugin of NFS volumes.
 #[derive(Debug)]
 pub(crate) struct NfsVolumes;
 
-/// The kubelet's name of the plugin of NFS volumes.
+/// Returns the kubelet's name of the plugin of NFS volumes.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     let is_ours = spec.is_kind(|claimed| claimed.nfs.is_some(), |volume| volume.nfs.is_some());
     is_ours.then_some("kubernetes.io/nfs")
@@ -86,7 +85,7 @@ impl VolumePlugin for NfsVolumes {
     }
 }
 
-/// Mounts an export for the pod with this folder, also where it is mounted already. Returns its place.
+/// Mounts an export for the pod with this folder, unless it is mounted already. Returns the volume's path.
 fn mount(
     folder: &Path,
     name: &str,
@@ -103,23 +102,23 @@ fn mount(
     make_folder(&target, PRIVATE)?;
     let mounted = disk::succeed(&mount, disk::SHORT);
     if mounted.is_err() {
-        // The next try makes it again.
+        // The next attempt makes the folder again.
         let _ = fs::remove_dir(&target);
     }
     mounted.map(|()| target)
 }
 
-/// Checks that the helper is here: what mount(8) says without it names no package.
+/// Checks that the helper is installed: mount(8)'s error without it names no package.
 fn check_helper(places: &[&str]) -> Result<(), Error> {
     if places.iter().any(|place| Path::new(place).exists()) {
         return Ok(());
     }
     Err(Error::unmet(
-        "mount.nfs is not on this node: install nfs-common (Debian and its kin) or nfs-utils (elsewhere)",
+        "`mount.nfs` is missing on this node: install nfs-common (Debian, Ubuntu) or nfs-utils (other systems)",
     ))
 }
 
-/// mount(8) with its helper for NFS, which is the one that a word from outside can't choose.
+/// Returns the call of mount(8) with its helper for NFS; no field of the volume can choose another helper.
 fn program(
     source: &NFSVolumeSource,
     target: &Path,

@@ -1,6 +1,6 @@
-//! Keeps volumes of ConfigMaps and Secrets current: when an object changes, the volumes of the pods that run
-//! show it at once, not at the next of a kubelet's periodic checks. Volumes that were removed from the node's
-//! disk are looked for periodically, and when a container starts.
+//! Keeps volumes of ConfigMaps and Secrets current: when an object changes, the volumes of running pods show
+//! the change at once, not at the next periodic check as under a kubelet. A check for volumes that were
+//! removed from the node's disk runs periodically and whenever a container starts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ use beelet_state::events::{Object, Recorder};
 /// Time between two checks for lost volumes: as often as a kubelet makes volumes again (`syncFrequency`).
 pub const CHECK_PERIOD: Duration = Duration::from_secs(60);
 
-/// Parts that keep contents current.
+/// Parts that the task needs.
 #[derive(Clone, Debug)]
 pub(crate) struct Deps {
     pub(crate) table: watch::Receiver<Arc<PodTable>>,
@@ -42,14 +42,14 @@ pub(crate) struct Deps {
     pub(crate) plugins: Plugins,
 }
 
-/// Follows the objects until `cancel`, and checks each `period` for lost volumes. A change that a volume
-/// cannot show (a key that the volume needs is gone) is logged, and leaves the volume as it was.
+/// Follows the objects until `cancel`, and checks for lost volumes once per `period`. A change that a volume
+/// cannot show (a required key was removed) is logged and leaves the volume as it was.
 pub(crate) fn follow(deps: Deps, period: Duration, cancel: CancellationToken) -> Work {
     Box::pin(async move {
         let (mut table, mut desired, deps) = (deps.table.clone(), deps.desired.clone(), Arc::new(deps));
         let mut shown = Arc::clone(&desired.borrow_and_update().objects);
-        // The pods that were brought up to date. An adopted pod was not: its objects may have changed while
-        // the agent was away.
+        // Pods whose volumes are up to date. Adopted pods are not: their objects may have changed while the
+        // agent was not running.
         let mut current = Pods::new();
         // Pods with a volume that could not show its objects, and the warnings about them.
         let (mut failing, mut warned) = (BTreeSet::new(), BTreeSet::new());
@@ -89,7 +89,7 @@ pub(crate) fn follow(deps: Deps, period: Duration, cancel: CancellationToken) ->
     })
 }
 
-/// Makes lost volumes of the pods that run again.
+/// Makes lost volumes of running pods again.
 fn check_all(pods: &Pods, deps: &Deps, objects: &Objects) {
     for (name, entry) in pods.iter().filter(|(_, entry)| runs(entry)) {
         let volumes = PodVolumes::of(&entry.pod, &deps.pods_dir, &deps.plugins);
@@ -102,12 +102,12 @@ fn check_all(pods: &Pods, deps: &Deps, objects: &Objects) {
         }
         // An object that a volume can no longer show was logged when the object changed.
         if let Ok(changed @ 1..) = refresh(entry, deps, objects) {
-            info!(pod = %name, volumes = changed, "volumes that were changed on the node are as they were");
+            info!(pod = %name, volumes = changed, "restored volumes that were modified on the node");
         }
     }
 }
 
-/// Returns true if a container of the pod runs: its volumes are set up, and are not being taken away.
+/// Returns true if a container of the pod runs: the pod's volumes are set up then and are not being removed.
 fn runs(entry: &PodEntry) -> bool {
     let Some(status) = entry.pod.status.as_ref().filter(|_| !entry.ending) else { return false };
     let all = status.container_statuses.iter().chain(&status.init_container_statuses).flatten();
@@ -115,7 +115,7 @@ fn runs(entry: &PodEntry) -> bool {
     states.any(|state| state.running.is_some())
 }
 
-/// Makes lost volumes of a pod again, with an event for each. For a pod whose volumes are set up.
+/// Makes lost volumes of a pod again and records an event for each. The pod's volumes must be set up.
 pub(crate) fn restore(
     (pod, volumes): (&Pod, &PodVolumes),
     node: &NodeFacts,
@@ -132,8 +132,8 @@ pub(crate) fn restore(
 
 type Due = BTreeMap<PodName, Arc<PodEntry>>;
 
-/// Pods that are new since, by name (another pod of the same name is new too), and pods whose fields for
-/// volumes of the downward API have changed.
+/// Returns pods that are new (a pod with the name of a known one, too), and pods whose fields for downward API
+/// volumes have changed.
 fn due(known: &Pods, here: &Pods) -> Due {
     let is_new = |name: &PodName, entry: &PodEntry| {
         known.get(name).is_none_or(|known| !says_the_same(&known.pod, &entry.pod))
@@ -143,8 +143,8 @@ fn due(known: &Pods, here: &Pods) -> Due {
     new.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
 }
 
-/// Known pods whose objects or tokens have changed. In a cluster some pod's token changes every few seconds,
-/// and a look at a pod's volumes takes some dozens of system calls.
+/// Returns known pods whose objects or tokens have changed, and failing ones. In a cluster some pod's token
+/// changes every few seconds, and checking a pod's volumes takes some dozens of system calls.
 fn concerned(
     (before, now): (&Objects, &Objects),
     known: &Pods,
@@ -172,14 +172,14 @@ fn resources(pod: &Pod) -> impl Iterator<Item = Option<&core::ResourceRequiremen
     containers.map(|container| container.resources.as_ref())
 }
 
-/// Brings pods up to date. Returns the failures by pod.
+/// Updates the volumes of pods. Returns the failures by pod.
 fn refresh_all(pods: &Due, deps: &Deps, objects: &Objects) -> BTreeMap<PodName, String> {
     let mut failures = BTreeMap::new();
     for (name, entry) in pods {
         match refresh(entry, deps, objects) {
             Ok(0) => {}
             Ok(changed) => {
-                info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
+                info!(pod = %name, volumes = changed, "updated volumes after a change of their objects");
             }
             Err(error) => {
                 failures.insert(name.clone(), error.to_string());
@@ -190,7 +190,7 @@ fn refresh_all(pods: &Due, deps: &Deps, objects: &Objects) -> BTreeMap<PodName, 
 }
 
 fn sentence(name: &PodName, error: &str) -> String {
-    format!("pod {name}: {error}; the volume stays as it was")
+    format!("pod {name}: {error}; the volume keeps its old content")
 }
 
 fn refresh(entry: &PodEntry, deps: &Deps, objects: &Objects) -> Result<usize, Error> {

@@ -10,15 +10,15 @@ use prometheus_client::{
 
 use crate::error::Error;
 
-/// Bounds of durations, in seconds: the kubelet's.
+/// Upper bounds of the buckets of durations, in seconds: the kubelet's.
 const BUCKETS: [f64; 13] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0];
 
 /// An operation on a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// The volume is set up, or found set up.
+    /// Setup of a volume, or the check that it is set up.
     Mount,
-    /// The volume is taken away.
+    /// Removal of a volume.
     Unmount,
 }
 
@@ -64,21 +64,21 @@ impl Default for Operations {
 }
 
 impl Operations {
-    /// Adds them to `registry`.
+    /// Adds the counters to `registry`.
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "storage_operation_duration_seconds",
-            "How long volumes took to be made and to be taken away, in seconds",
+            "Duration of setting up and removing volumes, in seconds",
             self.durations.clone(),
         );
         registry.register(
             "storage_operation_errors",
-            "Volumes that could not be made or taken away; the kubelet has it no more, dashboards ask for it",
+            "Failed setups and removals of volumes; newer kubelets lack this metric, but dashboards use it",
             self.errors.clone(),
         );
     }
 
-    /// Runs `work`, and counts it once per volume, by the volume's plugin.
+    /// Runs `work` and records its duration once per volume, by the volume's plugin.
     pub(crate) fn time<T>(
         &self,
         operation: Operation,

@@ -1,4 +1,4 @@
-//! A PersistentVolume's name as a part of paths, and its mount options.
+//! The name of a PersistentVolume as a part of paths, and the mount options of a PersistentVolume.
 
 use std::path::{Component, Path};
 
@@ -6,19 +6,19 @@ use beelet_model::storage::Claimed;
 
 use crate::error::Error;
 
-/// Checks that a name from a server is one part of a path.
+/// Checks that a name from a server is a single part of a path.
 ///
 /// # Errors
-/// The name is empty, or leads to another folder.
+/// The name is empty or leads to another folder.
 pub(crate) fn one_name(name: &str) -> Result<&str, Error> {
     let mut parts = Path::new(name).components();
     match (parts.next(), parts.next()) {
         (Some(Component::Normal(only)), None) if only == name => Ok(name),
-        _ => Err(Error::unmet(format!("{name:?} is no name of a PersistentVolume"))),
+        _ => Err(Error::unmet(format!("{name:?} is not the name of a PersistentVolume"))),
     }
 }
 
-/// The mount options of a PersistentVolume.
+/// Returns the mount options of a PersistentVolume.
 pub(crate) fn options_of(claimed: &Claimed) -> Vec<String> {
     let spec = claimed.volume.spec.as_ref();
     spec.and_then(|spec| spec.mount_options.clone()).unwrap_or_default()

@@ -1,9 +1,9 @@
 //! A kind of volumes: one type that implements [`VolumePlugin`], in a file of its own, and its line in
 //! `plugins`.
 //!
-//! The volume manager asks each plugin the same questions for all volumes: whether a volume is of its kind,
-//! how to attach, mount, expand, measure and unmount it. A method has a default for kinds that need nothing
-//! there. Must never be asked for a volume of another kind.
+//! The volume manager calls the same methods for all volumes: whether the plugin has the volume's kind, and to
+//! attach, mount, expand, measure and unmount it. Each method that some kinds do not need has a default. A
+//! plugin must never be called for a volume of another kind.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -45,12 +45,12 @@ pub(crate) struct Spec<'a> {
 }
 
 impl<'a> Spec<'a> {
-    /// The spec of a volume whose claim was not read.
+    /// Makes the spec of a volume whose claim was not read.
     pub(crate) fn of(volume: &'a Volume) -> Self {
         Self { volume, claimed: None }
     }
 
-    /// The spec of the PersistentVolume.
+    /// Returns the spec of the PersistentVolume.
     pub(crate) fn persistent(&self) -> Option<&'a PersistentVolumeSpec> {
         self.claimed?.volume.spec.as_ref()
     }
@@ -75,12 +75,12 @@ impl<'a> Spec<'a> {
     }
 }
 
-/// The namespace of a pod.
+/// Returns the namespace of a pod.
 pub(crate) fn namespace_of(pod: &Pod) -> &str {
     pod.metadata.namespace.as_deref().unwrap_or("default")
 }
 
-/// Sources of volumes besides their own spec.
+/// Sources of volumes in addition to their own spec.
 #[derive(Clone, Copy)]
 pub struct Sources<'a> {
     /// Pod with the volumes.
@@ -130,9 +130,9 @@ impl fmt::Debug for Attachment {
 #[derive(Clone, Copy)]
 pub(crate) struct AttachFacts<'a> {
     pub(crate) pod: &'a Pod,
-    /// The cluster's storage. None on a node of its own.
+    /// Cluster's storage. None on a standalone node.
     pub(crate) storage: Option<&'a dyn Storage>,
-    /// The Secrets of the node's manifests.
+    /// Secrets of the node's manifests.
     pub(crate) objects: &'a Objects,
 }
 
@@ -155,13 +155,13 @@ impl AttachFacts<'_> {
         })
     }
 
-    /// The pod's UID.
+    /// Returns the pod's UID.
     pub(crate) fn uid(&self) -> &str {
         self.pod.metadata.uid.as_deref().unwrap_or_default()
     }
 
     /// Reads a volume's Secret. With `kind`, the Secret must have that type: a driver's Secrets have the
-    /// driver's own type, so that no pod hands another Secret to it.
+    /// driver's own type, so that no pod can pass another Secret to the driver.
     pub(crate) async fn secret(
         &self,
         kind: Option<&str>,
@@ -188,15 +188,15 @@ impl AttachFacts<'_> {
 pub(crate) struct ExpandFacts<'a> {
     pub(crate) pod: &'a Pod,
     pub(crate) storage: &'a dyn Storage,
-    /// The pod runs with the volume, whose size on this node is known.
+    /// The pod runs with the volume, so the agent may know the volume's size.
     pub(crate) mounted: bool,
 }
 
-/// The place of a volume in its pod's folder, and the facts that mounting it there needs.
+/// The path of a volume in its pod's folder, and the facts that the mount needs.
 pub(crate) struct Target<'a> {
     /// `<pods>/<uid>`.
     pub(crate) folder: &'a Path,
-    /// The volume's own path in that folder.
+    /// Volume's own path in that folder.
     pub(crate) path: &'a Path,
     pub(crate) fs_group: Option<&'a FsGroup>,
     pub(crate) sources: &'a Sources<'a>,
@@ -205,7 +205,7 @@ pub(crate) struct Target<'a> {
 }
 
 impl Target<'_> {
-    /// The volume's attachment.
+    /// Returns the volume's attachment.
     pub(crate) fn attachment(&self, spec: &Spec<'_>) -> Option<&Attachment> {
         self.sources.prepared.attachments.get(&spec.volume.name)
     }
@@ -214,20 +214,20 @@ impl Target<'_> {
 /// The location of a volume on the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Location {
-    /// The volume's own path in the pod's folder.
+    /// Volume's own path in the pod's folder.
     Own,
-    /// A link at the volume's own path names the place.
+    /// Target of a link at the volume's own path.
     Linked,
-    /// A path of the machine.
+    /// Path on the machine.
     Machine(PathBuf),
 }
 
 /// Use of a volume by the containers of its pod.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Use {
-    /// A container mounts it.
+    /// A container mounts the volume.
     pub(crate) mounted: bool,
-    /// A container has it as a block device.
+    /// A container has the volume as a block device.
     pub(crate) device: bool,
 }
 
@@ -243,10 +243,10 @@ pub(crate) type Stats<'a> = BoxFuture<'a, Result<Option<Usage>, String>>;
 
 /// A kind of volumes.
 pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
-    /// The kubelet's name of the plugin if the volume is of this kind.
+    /// Returns the kubelet's name of the plugin if the volume is of this kind.
     fn name(&self, spec: &Spec<'_>) -> Option<&'static str>;
 
-    /// The location of the pod's volumes of this kind.
+    /// Returns the location of the pod's volumes of this kind.
     fn location(&self, volume: &Volume) -> Location;
 
     /// Returns true if containers must not write to the volume.
@@ -254,15 +254,16 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Returns true if the volume has to be set up, by its use and by its attachment.
+    /// Returns true if the volume has to be set up, according to its use and its attachment.
     fn is_due(&self, _spec: &Spec<'_>, _used: Use, _attachment: Option<&Attachment>) -> bool {
         true
     }
 
-    /// Attaches the volume to the node, or waits until it is attached. None for kinds without attachments.
+    /// Attaches the volume to the node, or waits until it is attached. Returns None for kinds without
+    /// attachments.
     ///
     /// # Errors
-    /// The volume is not attached in time, or lacks an object.
+    /// The volume is not attached in time, or a referenced object is missing.
     fn attach<'a>(
         &'a self,
         _spec: Spec<'a>,
@@ -271,8 +272,8 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         Box::pin(ready(Ok(None)))
     }
 
-    /// Makes the volume available to the pod, also where it is available already. Returns the place of a
-    /// volume whose location is a link. Blocks.
+    /// Makes the volume available to the pod. Idempotent. Returns the path of a volume whose location is a
+    /// link. Blocks.
     ///
     /// # Errors
     /// The volume cannot be made or mounted.
@@ -283,7 +284,7 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         left: &mut Allowance,
     ) -> Result<Option<PathBuf>, Error>;
 
-    /// The names of the PersistentVolumes of a running pod that this plugin can expand on the node.
+    /// Returns the names of the PersistentVolumes of a running pod that this plugin can expand on the node.
     fn expandable<'a>(&'a self, _uid: &'a str) -> BoxFuture<'a, BTreeSet<String>> {
         Box::pin(ready(BTreeSet::new()))
     }
@@ -319,7 +320,7 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         false
     }
 
-    /// The part of a volume that is gone from the node. Blocks.
+    /// Returns the part of a volume that is missing on the node. Blocks.
     ///
     /// # Errors
     /// The volume cannot be read.
@@ -327,15 +328,15 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Has programs outside the agent take the volumes of a pod back, before the agent unmounts anything.
+    /// Makes programs outside the agent unpublish the volumes of a pod, before the agent unmounts anything.
     ///
     /// # Errors
-    /// A program cannot, or not yet.
+    /// A program fails or is not ready yet.
     fn unpublish<'a>(&'a self, _uid: &'a str) -> BoxFuture<'a, Result<(), Error>> {
         Box::pin(ready(Ok(())))
     }
 
-    /// Unmounts the volumes of this kind in a pod's folder, and releases disks that no other pod has. Blocks.
+    /// Unmounts the volumes of this kind in a pod's folder, and releases disks that no other pod uses. Blocks.
     ///
     /// # Errors
     /// A mount is in use.
@@ -358,12 +359,13 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         true
     }
 
-    /// Returns true if the size of the volume at the place may be asked for.
+    /// Returns true if the volume at the place may be measured.
     fn is_measured(&self, _folder: &Path, _place: &Path) -> bool {
         true
     }
 
-    /// The statistics of the volume at the place, with the name of their source. None: the kernel knows them.
+    /// Returns the statistics of the volume at the place, with the name of their source. None: the kernel has
+    /// the statistics.
     fn stats<'a>(&'a self, _uid: &'a str, _place: &'a Path) -> BoxFuture<'a, Option<(String, Stats<'a>)>> {
         Box::pin(ready(None))
     }

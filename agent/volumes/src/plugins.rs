@@ -17,7 +17,7 @@ use crate::{
     unsupported::{self, UnsupportedVolumes},
 };
 
-/// The kubelet's name of the plugin of a volume, by each kind that knows it.
+/// Functions of the kinds that return the kubelet's plugin name of a volume.
 const NAMES: [fn(&Spec<'_>) -> Option<&'static str>; 9] = [
     empty_dir::plugin_name,
     host_path::plugin_name,
@@ -30,10 +30,10 @@ const NAMES: [fn(&Spec<'_>) -> Option<&'static str>; 9] = [
     csi::plugin_name,
 ];
 
-/// The kubelet's name of the plugin of PersistentVolumes whose place is a path of the machine.
+/// The kubelet's plugin name of PersistentVolumes whose place is a path on the machine.
 const MACHINE: &str = "kubernetes.io/host-path";
 
-/// The kubelet's name of the plugin of a pod's volume.
+/// Returns the kubelet's plugin name of a pod's volume.
 #[must_use]
 pub fn plugin_name(volume: &Volume) -> &'static str {
     NAMES.iter().find_map(|name| name(&Spec::of(volume))).unwrap_or(unsupported::NAME)
@@ -50,13 +50,13 @@ struct Inner {
 }
 
 impl Default for Plugins {
-    /// The kinds that need neither disks nor storage plugins of the node.
+    /// Has only the kinds that need neither disks nor storage plugins of the node.
     fn default() -> Self {
         Self(Arc::new(Inner { all: of_pods(), operations: Operations::default() }))
     }
 }
 
-/// The kinds whose volumes need neither disks nor storage plugins of the node.
+/// Returns the plugins that need neither disks nor storage plugins of the node.
 fn of_pods() -> Vec<Box<dyn VolumePlugin>> {
     vec![
         Box::new(empty_dir::EmptyDirVolumes),
@@ -68,7 +68,7 @@ fn of_pods() -> Vec<Box<dyn VolumePlugin>> {
 }
 
 impl Plugins {
-    /// All kinds of volumes.
+    /// Makes the plugins of all kinds of volumes.
     pub(crate) fn new(csi: CsiVolumes, disks: &Disks, operations: Operations) -> Self {
         let mut all = of_pods();
         // Drivers and disks unmount their volumes in this order.
@@ -87,23 +87,23 @@ impl Plugins {
         self.0.all.iter().map(|plugin| &**plugin)
     }
 
-    /// The plugin of a volume, and the kubelet's name of it.
+    /// Returns the plugin of a volume, with the kubelet's name of the plugin.
     pub(crate) fn of(&self, spec: &Spec<'_>) -> (&'static str, &dyn VolumePlugin) {
         let found = self.all().find_map(|plugin| Some((plugin.name(spec)?, plugin)));
         found.unwrap_or((unsupported::NAME, &UnsupportedVolumes))
     }
 
-    /// The kubelet's name of the plugin of a linked volume, by its place.
+    /// Returns the kubelet's plugin name of a linked volume, by the volume's place.
     pub(crate) fn name_of_place(&self, folder: &Path, place: &Path) -> &'static str {
         self.all().find_map(|plugin| plugin.name_of_place(folder, place)).unwrap_or(MACHINE)
     }
 
-    /// Unmounts all mounts in a pod's folder, and releases disks and devices that were the pod's alone.
+    /// Unmounts all mounts in a pod's folder, and releases disks and devices that no other pod uses.
     ///
     /// # Errors
     /// A mount is in use, or a driver cannot unmount a volume.
     pub(crate) fn unmount_all(&self, folder: &Path) -> Result<(), Error> {
-        // Parts of volumes come off before the volumes.
+        // Parts of volumes are unmounted before the volumes.
         mounts::unmount_below(&folder.join(SUB_PATHS))?;
         self.all().try_for_each(|plugin| plugin.tear_down(folder))?;
         mounts::unmount_below(folder)

@@ -1,4 +1,4 @@
-//! The volumes of one pod on disk: set up, kept current, restored, and taken away. Blocks.
+//! The volumes of one pod on disk: setup, refresh, restoration and removal. All functions block.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ use crate::{
     sub_path,
 };
 
-/// Bytes of the longest file of variables.
+/// Maximum size of a file of variables in bytes.
 const READ_MOST: u64 = 1 << 20;
 
 /// The volumes of a pod.
@@ -35,12 +35,12 @@ pub struct PodVolumes {
     fs_group: Option<FsGroup>,
 }
 
-/// Returns true once work has to stop, because its caller waits no longer. Asked between two mounts, so that
-/// the mounts can soon be taken away.
+/// A function that returns true once the work has to stop, because its caller no longer waits. Checked between
+/// two mounts, so that a removal of the mounts can begin soon.
 pub type Stop<'a> = &'a dyn Fn() -> bool;
 
 impl PodVolumes {
-    /// The volumes of `pod`, with their folders below `pods_dir`.
+    /// Makes the volumes of `pod`, whose folders are below `pods_dir`.
     #[must_use]
     pub fn of(pod: &core::Pod, pods_dir: &Path, plugins: &Plugins) -> Self {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
@@ -54,13 +54,13 @@ impl PodVolumes {
         self.folder.join(VOLUMES).join(volume)
     }
 
-    /// The plugin of a volume whose claim was not read.
+    /// Returns the plugin of a volume whose claim was not read.
     pub(crate) fn plugin(&self, volume: &core::Volume) -> &dyn VolumePlugin {
         self.plugins.of(&Spec::of(volume)).1
     }
 
-    /// Sets up the volumes that must be there before the first container runs, also those that are there
-    /// already. A volume that no container uses delays nothing.
+    /// Sets up the volumes that must exist before the first container runs. Idempotent. A failing volume that
+    /// no container uses delays nothing.
     ///
     /// # Errors
     /// A volume that a container uses cannot be made, or `stop` returned true.
@@ -87,14 +87,14 @@ impl PodVolumes {
             });
             match made.map_err(|e| e.of_volume(name)) {
                 Err(error) if used.is_any() => return Err(error),
-                Err(error) => debug!("a volume that no container uses is not made: {error}"),
+                Err(error) => debug!("skipping a volume that no container uses: {error}"),
                 Ok(()) => {}
             }
         }
         Ok(())
     }
 
-    /// Links from a volume's own path to its place.
+    /// Makes a link from a volume's own path to its place.
     pub(crate) fn link(&self, name: &str, place: &Path) -> Result<(), Error> {
         let path = self.path(name);
         if std::fs::read_link(&path).is_ok_and(|known| known == place) {
@@ -108,23 +108,22 @@ impl PodVolumes {
         std::os::unix::fs::symlink(place, &path).map_err(Error::io("make the link", &path))
     }
 
-    /// The place of a linked volume. A place that was mounted must still be: a container must not write
-    /// beside it.
+    /// Returns the place of a linked volume. A place that was a mount point must still be one, so that no
+    /// container writes to the folder below the mount.
     pub(crate) fn place(&self, name: &str) -> Result<PathBuf, Error> {
         let path = self.path(name);
         let place = std::fs::read_link(&path).map_err(Error::io("find", &path))?;
         let is_ours = self.plugins.all().any(|plugin| plugin.must_be_mounted(&self.folder, &place));
         if is_ours && !mounts::is_mount_point(&place)? {
-            return Err(Error::unmet(format!("{} is mounted no longer", place.display())));
+            return Err(Error::unmet(format!("{} is no longer mounted", place.display())));
         }
         Ok(place)
     }
 
-    /// Brings volumes that show objects up to date, those that are there. Returns the number of volumes that
-    /// changed.
+    /// Updates the existing volumes that show objects. Returns the number of volumes that changed.
     ///
     /// # Errors
-    /// A volume that a container mounts cannot be brought up to date.
+    /// A volume that a container mounts cannot be updated.
     pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
         let (mut changed, mut left) = (0, Allowance::default());
         let (mounts, _) = claims::used(sources.pod);
@@ -133,21 +132,21 @@ impl PodVolumes {
             let target = target(self, &path, sources);
             let refreshed = self.plugin(volume).refresh(&Spec::of(volume), &target, &mut left);
             match refreshed.map_err(|e| e.of_volume(&volume.name)) {
-                Err(_) if !mounts.contains(volume.name.as_str()) => {} // no container reads it
+                Err(_) if !mounts.contains(volume.name.as_str()) => {} // no container reads the volume
                 refreshed => changed += usize::from(refreshed?),
             }
         }
         Ok(changed)
     }
 
-    /// Returns true if any volume has a plugin for which this is true.
+    /// Returns true if `is` is true for the plugin of any volume.
     pub(crate) fn any(&self, is: fn(&dyn VolumePlugin) -> bool) -> bool {
         self.volumes.iter().any(|volume| is(self.plugin(volume)))
     }
 
-    /// Makes lost parts of the volumes that containers mount again, as far as the agent knows their content
+    /// Restores lost parts of the volumes that containers mount, as far as the agent knows their content
     /// (`reconcile` of the kubelet's volume manager). Must never be called for a pod whose volumes are not
-    /// set up yet, or are being taken away.
+    /// set up yet or are being removed.
     ///
     /// # Errors
     /// A lost volume cannot be made.
@@ -168,13 +167,13 @@ impl PodVolumes {
         Ok(restored)
     }
 
-    /// The volumes that are images.
+    /// Returns the image volumes.
     pub fn images(&self) -> impl Iterator<Item = (&str, &core::ImageVolumeSource)> {
         self.volumes.iter().filter_map(|volume| Some((volume.name.as_str(), volume.image.as_ref()?)))
     }
 
-    /// Reads a file of at most one megabyte from an emptyDir volume, without leaving the volume whatever
-    /// containers have made in it.
+    /// Reads a file of at most one megabyte from an emptyDir volume. Links and devices that containers made
+    /// cannot lead out of the volume.
     ///
     /// # Errors
     /// The pod has no emptyDir volume of this name, or the file cannot be read.
@@ -186,8 +185,7 @@ impl PodVolumes {
         sub_path::read(&self.path(volume), path, READ_MOST)
     }
 
-    /// Unmounts and removes the volumes. The containers' termination messages and the rest of the folder
-    /// stay.
+    /// Unmounts and removes the volumes. Keeps the containers' termination messages and the rest of the folder.
     ///
     /// # Errors
     /// A mount is in use, or a driver cannot unmount a volume.
@@ -201,7 +199,7 @@ impl PodVolumes {
     /// Unmounts the volumes and removes the pod's folder. Symbolic links in it are removed, not followed.
     ///
     /// # Errors
-    /// As [`Self::release`].
+    /// Same as [`Self::release`].
     pub fn tear_down(&self) -> Result<(), Error> {
         unmount(self, || Ok(remove_folder(&self.folder)?))
     }
@@ -211,7 +209,7 @@ fn target<'a>(volumes: &'a PodVolumes, path: &'a Path, sources: &'a Sources<'a>)
     Target { folder: &volumes.folder, path, fs_group: volumes.fs_group.as_ref(), sources, nested: None }
 }
 
-/// The kubelet's name of the plugin of a volume that is set up.
+/// Returns the kubelet's plugin name of a volume that is set up.
 fn plugin_name_of(volumes: &PodVolumes, volume: &core::Volume) -> &'static str {
     let (name, plugin) = volumes.plugins.of(&Spec::of(volume));
     if plugin.location(volume) != Location::Linked {
@@ -221,7 +219,8 @@ fn plugin_name_of(volumes: &PodVolumes, volume: &core::Volume) -> &'static str {
     volumes.plugins.name_of_place(&volumes.folder, &place)
 }
 
-/// Unmounts all mounts in the folder, then calls `remove`. Counts the volumes that were set up.
+/// Unmounts all mounts in the folder, then calls `remove`. Records the duration for the volumes that were set
+/// up.
 fn unmount(volumes: &PodVolumes, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
     let is_made = |volume: &&core::Volume| volumes.path(&volume.name).symlink_metadata().is_ok();
     let made: Vec<&str> =
@@ -232,7 +231,7 @@ fn unmount(volumes: &PodVolumes, remove: impl FnOnce() -> Result<(), Error>) -> 
     })
 }
 
-/// Stops work that its caller no longer waits for.
+/// Returns an error if the caller no longer waits for the work.
 pub(crate) fn go_on(stop: Stop<'_>) -> Result<(), Error> {
     if stop() { Err(Error::Stopped) } else { Ok(()) }
 }

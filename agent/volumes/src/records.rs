@@ -1,6 +1,6 @@
-//! What is on disk of volumes that drivers mount, and of disks on networks, written before anything is done:
-//! from it alone all is taken back. A pod's is in the pod's folder, that of a device beside those that are
-//! mounted.
+//! Records on disk of the volumes that drivers mount and of network disks. A record is written before the
+//! volume is mounted and suffices to release the volume. A pod's records are in the pod's folder; the records
+//! of devices are next to the mounted devices.
 
 use std::{
     fs,
@@ -14,19 +14,19 @@ use tracing::warn;
 
 use crate::Error;
 
-/// The file's name.
+/// Name of a record's file.
 const FILE: &str = "volume.json";
-/// The most folders that are looked into.
+/// Maximum number of folders that are searched for records.
 const MOST: usize = 10_000;
 
-/// The records in a folder with a folder for each driver, or kind, with their own folders.
+/// Returns the records below a folder that has a folder for each driver or kind, with the records' folders.
 pub(crate) fn all<T: DeserializeOwned>(folder: &Path) -> Vec<(PathBuf, T)> {
     let drivers = folders(folder);
     let places = drivers.iter().flat_map(|driver| folders(driver)).take(MOST);
     let read = |place: PathBuf| match read(&place) {
         Ok(record) => Some((place, record?)),
         Err(why) => {
-            warn!("a record of a volume is passed over: {why}");
+            warn!("ignoring the record of a volume: {why}");
             None
         }
     };
@@ -36,11 +36,11 @@ pub(crate) fn all<T: DeserializeOwned>(folder: &Path) -> Vec<(PathBuf, T)> {
 pub(crate) fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>, Error> {
     let file = place.join(FILE);
     let Some(text) = ForeignFile::new(file.clone()).read().map_err(Error::unmet_of)? else { return Ok(None) };
-    let why = |cause: serde_json::Error| Error::unmet(format!("{} can't be read: {cause}", file.display()));
+    let why = |cause: serde_json::Error| Error::unmet(format!("cannot parse {}: {cause}", file.display()));
     serde_json::from_slice(&text).map(Some).map_err(why)
 }
 
-/// Returns true if there is a record, or may be one: a folder that lost its record is none.
+/// Returns true if a record exists or may exist. A folder without a file does not count.
 pub(crate) fn exists(place: &Path) -> bool {
     !matches!(fs::symlink_metadata(place.join(FILE)), Err(why) if why.kind() == ErrorKind::NotFound)
 }
@@ -51,7 +51,7 @@ pub(crate) fn write<T: Serialize>(place: &Path, record: &T) -> Result<(), Error>
     file.replace(&text).and_then(|()| file.settle()).map_err(Error::unmet_of)
 }
 
-/// Removes a record, and its folder.
+/// Removes a record and its folder.
 pub(crate) fn remove(place: &Path) -> Result<(), Error> {
     ForeignFile::new(place.join(FILE)).remove().map_err(Error::unmet_of)?;
     match fs::remove_dir(place) {
@@ -62,7 +62,7 @@ pub(crate) fn remove(place: &Path) -> Result<(), Error> {
     }
 }
 
-/// The folders in a folder.
+/// Returns the folders in a folder.
 pub(crate) fn folders(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));

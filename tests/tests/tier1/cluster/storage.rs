@@ -286,7 +286,7 @@ async fn a_local_block_device_is_a_device_of_the_container() {
     block["spec"]["containers"][0]["volumeMounts"] = json!([]);
     block["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "data", "devicePath": "/dev/data"}]);
     member.api.put(&path("web"), block);
-    member.until_event("FailedMount", "is no block device").await;
+    member.until_event("FailedMount", "is not a block device").await;
     bind(&member.api, CLAIM, &local(&disk));
     member.until_running("web").await;
     let container = member.scene.cri.container("web", "main").unwrap();
