@@ -1,5 +1,5 @@
-//! One driver, as its client sees it: every call has a deadline, every answer a largest size, and there are
-//! only so many calls at a time.
+//! Client of a driver: each call has a deadline, each answer a maximum size, and the number of concurrent calls
+//! is limited.
 
 use std::{
     path::{Path, PathBuf},
@@ -20,13 +20,13 @@ use tonic::{Code, Response, Status, transport::Channel};
 
 use crate::{Error, Metrics};
 
-/// Time that a driver gets for anything: the kubelet's.
+/// Time limit for each call: the kubelet's.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The largest answer, in bytes.
+/// Maximum size of an answer in bytes.
 const MAX_ANSWER: usize = 1 << 20;
-/// Calls of one driver at a time.
+/// Maximum number of concurrent calls per driver.
 const CALLS: usize = 32;
-/// More characters of a driver's words aren't passed on.
+/// Maximum number of characters kept of a driver's message.
 const WORDS: usize = 1024;
 
 /// A registered driver. Clones share the connection.
@@ -40,20 +40,20 @@ pub(crate) struct Driver {
     metrics: Metrics,
 }
 
-/// What a driver can do on a node, of what the agent asks for.
+/// Capabilities of a driver on a node that the agent uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Abilities {
-    /// Volumes are staged once per node.
+    /// The driver stages volumes once per node.
     pub(crate) stages: bool,
-    /// It gives volumes to a group by itself.
+    /// The driver changes the group of volumes itself.
     pub(crate) gives_to_group: bool,
-    /// It tells volumes for one pod from those for one node.
+    /// The driver distinguishes volumes for one pod from volumes for one node.
     pub(crate) knows_single_pods: bool,
-    /// It says how much room volumes have.
+    /// The driver reports the capacity and use of volumes.
     pub(crate) measures: bool,
-    /// It says whether something is wrong with volumes.
+    /// The driver reports abnormal conditions of volumes.
     pub(crate) says_condition: bool,
-    /// It makes volumes larger on the node.
+    /// The driver expands volumes on the node.
     pub(crate) expands: bool,
 }
 
@@ -61,7 +61,7 @@ impl Driver {
     /// Connects to a driver.
     ///
     /// # Errors
-    /// Nobody answers at the socket.
+    /// The socket does not accept the connection.
     pub(crate) async fn dial(name: &str, socket: &Path, metrics: Metrics) -> Result<Self, Error> {
         let channel = beelet_serve::client::dial(socket).await;
         let channel = channel.map_err(|error| Error::Unmet(error.to_string()))?;
@@ -75,12 +75,12 @@ impl Driver {
         })
     }
 
-    /// Where it listens.
+    /// Returns the path of the driver's socket.
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// What it says of this node.
+    /// Reads the driver's facts about this node.
     pub(crate) async fn node(&self) -> Result<DriverNode, Error> {
         let mut client = self.client.clone();
         let info = self.call("NodeGetInfo", client.node_get_info(NodeGetInfoRequest {})).await?;
@@ -92,7 +92,7 @@ impl Driver {
         })
     }
 
-    /// What it can do; asked once.
+    /// Returns the driver's capabilities, which are read once.
     pub(crate) async fn abilities(&self) -> Result<Abilities, Error> {
         let ask = || async {
             let mut client = self.client.clone();
@@ -156,7 +156,7 @@ impl Driver {
     ) -> Result<T, Error> {
         let began = Instant::now();
         let whole = async {
-            // It is never closed.
+            // The semaphore is never closed.
             let _turn = self.calls.acquire().await;
             asking.await
         };

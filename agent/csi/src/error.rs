@@ -1,75 +1,75 @@
-//! Why a volume of a storage plugin can't be used, or not be given back.
+//! Errors of publishing, expanding and releasing volumes of storage plugins.
 
 use std::{io, path::PathBuf};
 
 use beelet_model::storage::StorageError;
 
-/// A failure. Displayed, it is a whole sentence.
+/// A failure of a storage plugin's volume.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The driver has not registered, or is gone.
+    /// The driver is not registered. The text is the kubelet's.
     #[error("driver name {0} not found in the list of registered CSI drivers")]
     NotRegistered(String),
-    /// The driver refused, or gave no answer.
+    /// The driver refused the call or did not answer.
     #[error("rpc error: code = {code:?} desc = {message}")]
     Driver {
-        /// The status code.
+        /// Status code.
         code: tonic::Code,
-        /// The driver's words.
+        /// Driver's message.
         message: String,
     },
-    /// The API server doesn't say what is needed.
+    /// The API server does not return a needed object.
     #[error("{what}: {cause}")]
     Storage {
-        /// What was asked for.
+        /// Requested object.
         what: String,
-        /// Why there is no answer.
+        /// Cause.
         cause: StorageError,
     },
-    /// The pod asks for what can't be, or can't be yet.
+    /// The pod asks for something that is impossible, or not possible yet.
     #[error("{0}")]
     Unmet(String),
     /// The driver, or the volume's attachment, cannot be used.
     #[error(transparent)]
     Unusable(#[from] beelet_policy::volumes::csi::CsiError),
-    /// The driver makes no volume larger on the node.
+    /// The driver does not expand volumes on the node. The text is the kubelet's.
     #[error("NodeExpand is not supported by the CSI driver {0}")]
     NeverExpands(String),
-    /// A folder can't be made or removed.
+    /// A folder cannot be made or removed.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),
-    /// A record can't be read or written.
+    /// A record cannot be read or written.
     #[error(transparent)]
     Record(#[from] beelet_state::StateError),
     /// The file system refused.
     #[error("cannot {action} {}: {cause}", .path.display())]
     Io {
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// With what.
+        /// Path that the action was for.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         cause: io::Error,
     },
-    /// The driver said that a volume is gone, and it is not.
-    #[error("{} is mounted still, though the driver said that it gave it back", .0.display())]
+    /// The driver reported success for an unmount, but the volume is still mounted.
+    #[error("{} is still mounted, although the driver reported success for the unmount", .0.display())]
     Mounted(PathBuf),
 }
 
 impl Error {
-    /// For `map_err`: what was tried, and with what.
+    /// Returns a function that adds the action and the path to an I/O error, for `map_err`.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |cause| Self::Io { action, path, cause }
     }
 
-    /// For `map_err`: what was asked of the API server.
+    /// Returns a function that adds the requested object to an error of the API server, for `map_err`.
     pub(crate) fn asked(what: impl Into<String>) -> impl FnOnce(StorageError) -> Self {
         let what = what.into();
         move |cause| Self::Storage { what, cause }
     }
 
-    /// Returns true if the driver certainly does no more about the call (`isFinalError`).
+    /// Returns true if the driver certainly no longer works on the call (`isFinalError`).
     #[must_use]
     pub fn is_final(&self) -> bool {
         use tonic::Code::{Aborted, Cancelled, DeadlineExceeded, ResourceExhausted, Unavailable};
@@ -82,14 +82,14 @@ impl Error {
         }
     }
 
-    /// Returns true if the driver says that what it was asked for can't be (`isInfeasibleError`).
+    /// Returns true if the driver reports that the request is impossible (`isInfeasibleError`).
     #[must_use]
     pub fn is_infeasible(&self) -> bool {
         use tonic::Code::{InvalidArgument, NotFound, OutOfRange};
         matches!(self, Self::Driver { code: InvalidArgument | OutOfRange | NotFound, .. })
     }
 
-    /// Returns true if the driver can't do it while the volume is in use (`inUseError`).
+    /// Returns true if the driver refuses the request while the volume is in use (`inUseError`).
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         matches!(self, Self::Driver { code: tonic::Code::FailedPrecondition, .. })

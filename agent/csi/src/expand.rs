@@ -1,4 +1,4 @@
-//! Volumes that grow on the node (`pkg/volume/csi/expander.go`).
+//! Expansion of volumes on the node (`pkg/volume/csi/expander.go`).
 
 use std::collections::BTreeMap;
 
@@ -12,29 +12,29 @@ use crate::{
 };
 
 impl Csi {
-    /// Returns true if a driver makes volumes larger on the node.
+    /// Returns true if a driver expands volumes on the node.
     ///
     /// # Errors
-    /// The driver isn't there, or doesn't say it.
+    /// The driver is not registered or does not answer.
     pub async fn expands(&self, driver: &str) -> Result<bool, Error> {
         Ok(self.driver(driver)?.abilities().await?.expands)
     }
 
-    /// The size that a volume is known to have here, by its driver and its handle.
+    /// Returns the known size of a volume on this node, by the volume's driver and handle.
     #[must_use]
     pub fn size_of(&self, driver: &str, handle: &str) -> Option<Quantity> {
         lock(&self.0.sizes).get(&VolumeId::new(driver, handle)).copied()
     }
 
-    /// Remembers the size that a volume has here, until it is unstaged.
+    /// Records the size of a volume on this node, until the volume is unstaged.
     pub fn record_size(&self, driver: &str, handle: &str, size: Quantity) {
         lock(&self.0.sizes).insert(VolumeId::new(driver, handle), size);
     }
 
-    /// Has a volume that was brought to a pod made as large as `size`.
+    /// Makes the driver expand a published volume to `size`.
     ///
     /// # Errors
-    /// The driver isn't there, or can't.
+    /// The driver is not registered or refuses the call.
     pub async fn expand(
         &self,
         storage: &dyn Storage,

@@ -7,7 +7,7 @@ use crate::{
     records::{self, VolumeRecord},
 };
 
-/// The folders that volumes are staged and published in.
+/// Folders of staged and published volumes.
 #[derive(Debug)]
 pub(crate) struct Folders {
     /// Folder with a folder for each pod.
@@ -17,7 +17,7 @@ pub(crate) struct Folders {
 }
 
 impl Folders {
-    /// The path at which a volume is staged, by its record.
+    /// Returns the path at which a volume is staged, by its record.
     pub(crate) fn staging_path(&self, record: &VolumeRecord) -> PathBuf {
         if record.block {
             return self.staging.join("volumeDevices/staging").join(one_part(&record.spec_volume));
@@ -25,7 +25,7 @@ impl Folders {
         self.staging_folder(&VolumeId::of(record)).join("globalmount")
     }
 
-    /// The path at which a volume is published for a pod, by its record.
+    /// Returns the path at which a volume is published for a pod, by its record.
     pub(crate) fn publish_path(&self, record: &VolumeRecord, uid: &str) -> PathBuf {
         if record.block {
             return self.staging.join("volumeDevices/publish").join(one_part(&record.spec_volume)).join(uid);
@@ -33,14 +33,14 @@ impl Folders {
         records::folder_of(&self.pods_dir.join(uid)).join(one_part(&record.spec_volume)).join("mount")
     }
 
-    /// The folder of a staged volume: `<driver>/<digest of the handle>`.
+    /// Returns the folder of a staged volume: `<driver>/<digest of the handle>`.
     pub(crate) fn staging_folder(&self, volume: &VolumeId) -> PathBuf {
         self.staging.join(&volume.driver).join(records::digest(&[&volume.handle]))
     }
 }
 
-/// The name of a volume as a part of paths: the names of some kinds, such as Azure's disks, are paths
-/// themselves.
+/// Returns the name of a volume as a single part of a path: the names of some kinds, e.g. Azure's disks, are
+/// paths themselves.
 pub(crate) fn one_part(name: &str) -> String {
     name.replace('/', "~")
 }

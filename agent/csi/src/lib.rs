@@ -1,11 +1,11 @@
 //! Volumes of storage plugins (CSI, the Container Storage Interface): drivers register, volumes are staged
 //! once for the node and published once per pod, with the kubelet's paths and records.
 //!
-//! What is under way is on disk before a driver is asked: `vol_data.json` beside each staged and each
-//! published volume. From these alone everything is taken back, also by an agent that knows nothing else. A
-//! driver may be hostile: each call has a deadline, each answer a largest size, and only pods of its own
-//! volumes wait for it. Must never touch what is in a volume.
-// What this adds up comes from outside.
+//! The agent writes a record to disk before it calls a driver: `vol_data.json` next to each staged and each
+//! published volume. These records suffice to release all volumes, even for an agent without any other state.
+//! A driver may be hostile: each call has a deadline, each answer a maximum size, and only the pods of the
+//! driver's own volumes wait for the driver. Must never touch the content of a volume.
+// Computes with numbers from outside the agent.
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 mod driver;
@@ -52,17 +52,17 @@ struct Inner {
     drivers: Mutex<BTreeMap<String, Driver>>,
     known: watch::Sender<Arc<Drivers>>,
     in_use: VolumesInUse,
-    /// A pod has given volumes back.
+    /// Notified when a pod has released its volumes.
     released: Notify,
-    /// The volumes that are staged since this agent began.
+    /// Volumes that this run of the agent has staged.
     staged: Mutex<BTreeSet<VolumeId>>,
-    /// The sizes that volumes are known to have here.
+    /// Known sizes of volumes on this node.
     sizes: Mutex<BTreeMap<VolumeId, Quantity>>,
     locks: VolumeLocks,
     metrics: Metrics,
 }
 
-/// A volume by its driver and its name there.
+/// A volume, by its driver and the driver's handle of the volume.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct VolumeId {
     driver: String,
@@ -84,8 +84,7 @@ impl VolumeId {
 }
 
 impl Csi {
-    /// The plugins of the node of this name, and what is on disk of their volumes, which are `in_use` then.
-    /// Blocks.
+    /// Opens the storage plugins of the node with this name. Marks recorded volumes as `in_use`. Blocks.
     #[must_use]
     pub fn open(
         node: &str,
@@ -116,26 +115,26 @@ impl Csi {
         }))
     }
 
-    /// The node's properties by registered drivers.
+    /// Returns the node's properties by registered drivers.
     #[must_use]
     pub fn drivers(&self) -> watch::Receiver<Arc<Drivers>> {
         self.0.known.subscribe()
     }
 
-    /// The volumes that pods use or will use; those of other kinds too.
+    /// Returns the volumes, of all kinds, that pods use or will use.
     #[must_use]
     pub fn in_use(&self) -> watch::Receiver<InUse> {
         self.0.in_use.subscribe()
     }
 
-    /// The drivers of the volumes that a pod has.
+    /// Returns the drivers of a pod's published volumes.
     pub async fn drivers_of(&self, uid: &str) -> BTreeSet<String> {
         let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
         all.into_iter().map(|(_, record)| record.driver_name).collect()
     }
 
-    /// A driver that has registered.
+    /// Returns a registered driver.
     fn driver(&self, name: &str) -> Result<Driver, Error> {
         lock(&self.0.drivers).get(name).cloned().ok_or_else(|| Error::NotRegistered(name.to_owned()))
     }

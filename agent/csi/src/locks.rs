@@ -9,7 +9,7 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::{VolumeId, lock};
 
-/// One lock for each volume that a task works on.
+/// A lock for each volume that a task works on.
 #[derive(Debug, Default)]
 pub(crate) struct VolumeLocks(Mutex<BTreeMap<VolumeId, Arc<tokio::sync::Mutex<()>>>>);
 

@@ -1,4 +1,4 @@
-//! How long drivers take, under the kubelet's name.
+//! Durations of calls of drivers, under the kubelet's name.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Bounds of durations, in seconds: the kubelet's.
+/// Upper bounds of the buckets of durations, in seconds: the kubelet's.
 const BUCKETS: [f64; 14] =
     [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0, 1800.0];
 
@@ -24,7 +24,7 @@ fn durations() -> Histogram {
     Histogram::new(BUCKETS)
 }
 
-/// Calls of drivers; clones count together.
+/// Durations of calls of drivers. Clones share the counts.
 #[derive(Clone, Debug)]
 pub struct Metrics(Family<Called, Histogram, fn() -> Histogram>);
 
@@ -35,9 +35,9 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Adds the metric to the registry.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "How long calls of storage plugins took, in seconds";
+        let help = "Duration of calls of storage plugins, in seconds";
         registry.register("csi_operations_seconds", help, self.0.clone());
     }
 

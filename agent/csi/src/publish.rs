@@ -1,4 +1,4 @@
-//! Brings a volume to a pod: waits until it is attached, has it staged and published.
+//! Publishes a volume to a pod: waits until the volume is attached, then makes the driver stage and publish it.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -35,46 +35,46 @@ use crate::{
     records::{self, VolumeRecord, digest},
 };
 
-/// How long a volume may take to be attached before the pod's worker is told that it isn't.
+/// Time that a volume may take to be attached before the pod's worker gets an error.
 const ATTACH: Duration = Duration::from_secs(120);
-/// For how long a token is wanted where the driver doesn't say.
+/// Requested lifetime of a token in seconds if the driver names none.
 const TOKEN_SECONDS: i64 = 3600;
-/// The volume's context, or its secrets, that have the pod's tokens.
+/// Key of the pod's tokens in the volume's context or secrets.
 const TOKENS: &str = "csi.storage.k8s.io/serviceAccount.tokens";
 
-/// What is behind a volume.
+/// The definition of a volume.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// The pod's own (`csi:` in its spec).
+    /// Inline volume (`csi:` in the pod's spec).
     Inline(&'a CSIVolumeSource),
-    /// A claim's.
+    /// PersistentVolume of a claim.
     Persistent(&'a PersistentVolume, &'a CSIPersistentVolumeSource),
 }
 
 /// A volume that a pod needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// The pod.
+    /// Pod that needs the volume.
     pub pod: &'a Pod,
-    /// The PersistentVolume's name, or the volume's in the pod.
+    /// Name of the PersistentVolume, or of the volume in the pod.
     pub name: &'a str,
-    /// What is behind it.
+    /// Definition of the volume.
     pub source: Source<'a>,
-    /// The pod only reads it.
+    /// The pod only reads the volume.
     pub read_only: bool,
-    /// The pod's group for volumes.
+    /// Pod's group for volumes.
     pub group: Option<i64>,
-    /// The pod has it, and it is published once more; not if it was given back meanwhile.
+    /// The pod has the volume already, which is published again unless it was released in the meantime.
     pub again: bool,
 }
 
-/// What a driver is told of a volume, whatever kind it is.
+/// Facts about an inline or persistent volume that the driver needs.
 pub(crate) struct Facts<'a> {
     pub(crate) wanted: Wanted<'a>,
     pub(crate) id: VolumeId,
     pub(crate) object: Option<CSIDriver>,
     pub(crate) abilities: Abilities,
-    /// What the attachment says.
+    /// Parameters of the attachment.
     pub(crate) publish_context: BTreeMap<String, String>,
 }
 
@@ -158,7 +158,7 @@ impl Facts<'_> {
     }
 }
 
-/// An access mode in CSI's words; a driver that doesn't tell single pods apart is told of single nodes.
+/// Returns CSI's access mode. A driver that does not distinguish single pods gets the mode of single nodes.
 fn access_mode(mode: &str, knows_single_pods: bool) -> Mode {
     match mode {
         "ReadOnlyMany" => Mode::MultiNodeReaderOnly,
@@ -171,10 +171,10 @@ fn access_mode(mode: &str, knows_single_pods: bool) -> Mode {
 }
 
 impl Csi {
-    /// Brings a volume to a pod. Harmless to repeat: the driver is asked again then.
+    /// Publishes a volume to a pod. Idempotent: a repeated call calls the driver again.
     ///
     /// # Errors
-    /// It isn't attached, or the driver can't.
+    /// The volume is not attached, or the driver fails.
     pub async fn publish(&self, storage: &dyn Storage, wanted: Wanted<'_>) -> Result<Published, Error> {
         let uid = wanted.pod.metadata.uid.clone().unwrap_or_default();
         let (driver_name, handle, inline) = match wanted.source {
@@ -185,7 +185,7 @@ impl Csi {
         };
         if handle.is_empty() || !is_one_part(&one_part(wanted.name)) {
             return Err(Error::Unmet(format!(
-                "{:?} is no name of a volume, or it has no handle",
+                "{:?} is not the name of a volume, or the volume has no handle",
                 wanted.name
             )));
         }
@@ -207,14 +207,14 @@ impl Csi {
     }
 }
 
-/// Refuses a volume that is for one pod at a time while another has it. The caller holds the volume's lock:
-/// the other pod's record is on disk before the lock is free.
+/// Refuses a volume that is for one pod at a time while another pod has it. The caller holds the volume's lock:
+/// the other pod's record is on disk before the lock is released.
 async fn check_no_other_pod(csi: &Csi, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
     if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
         return Ok(());
     }
     let pods = csi.0.folders.pods_dir.clone();
-    let all = blocking("looking for who has a volume", move || records::published(&pods)).await;
+    let all = blocking("finding the pods of a volume", move || records::published(&pods)).await;
     let pods = all.iter().filter(|(.., one)| VolumeId::of(one) == facts.id);
     if is_anothers(pods.map(|(pod, ..)| pod.as_str()), uid) {
         return Err(Error::Unmet(
@@ -233,7 +233,7 @@ async fn attached(
     uid: &str,
 ) -> Result<BTreeMap<String, String>, Error> {
     let name = id.unique_name();
-    // Said before it is used: no controller may detach it meanwhile.
+    // Reported before the volume is used, so that no controller detaches it in the meantime.
     csi.0.in_use.use_by(&name, Some(uid));
     let mut node = storage.node();
     let is_attached = |node: &Option<Arc<Node>>| {
@@ -256,7 +256,7 @@ async fn attached(
     Ok(policy::attached(&found, &id.handle)?)
 }
 
-/// Stages a volume, once. Returns its place.
+/// Stages a volume once. Returns the volume's path.
 async fn stage(
     csi: &Csi,
     storage: &dyn Storage,
@@ -289,7 +289,7 @@ async fn stage(
         make_folder(&place, PRIVATE)?;
         Ok::<_, Error>(was_there)
     };
-    let was_there = blocking("noting a staged volume", write).await?;
+    let was_there = blocking("recording a staged volume", write).await?;
     let request = NodeStageVolumeRequest {
         volume_id: facts.id.handle.clone(),
         publish_context: facts.publish_context.clone().into_iter().collect(),
@@ -299,7 +299,7 @@ async fn stage(
         volume_context: facts.context().into_iter().collect(),
     };
     if let Err(error) = driver.stage(request).await {
-        // Staged by an agent before this one it may be, and other pods have it.
+        // An earlier instance of the agent may have staged the volume, and other pods may have it.
         if error.is_final() && !was_there {
             forget_failed(folder, path).await;
         }
@@ -351,14 +351,14 @@ async fn publish_staged(
     let (place, target, again) = (folder.clone(), path.clone(), wanted.again);
     let write = move || {
         if again && VolumeRecord::read(&place)?.is_none() {
-            return Err(Error::Unmet("the volume was given back meanwhile".to_owned()));
+            return Err(Error::Unmet("the volume was released in the meantime".to_owned()));
         }
         make_folder(&place, PRIVATE)?;
         record.write(&place)?;
         make_folder(target.parent().unwrap_or(&target), PRIVATE)?;
         Ok(target.exists())
     };
-    let was_there = blocking("noting a published volume", write).await?;
+    let was_there = blocking("recording a published volume", write).await?;
     let request = NodePublishVolumeRequest {
         volume_id: id.handle.clone(),
         publish_context: facts.publish_context.clone().into_iter().collect(),
@@ -370,7 +370,7 @@ async fn publish_staged(
         volume_context: context.into_iter().collect(),
     };
     if let Err(error) = driver.publish(request).await {
-        // What the pod has from before stays.
+        // A volume that the pod had before stays.
         if error.is_final() && !was_there {
             forget_failed(folder, path).await;
         }
@@ -388,21 +388,21 @@ async fn forget_failed(folder: PathBuf, path: PathBuf) {
             let _ = VolumeRecord::remove(&folder);
         }
     };
-    blocking("forgetting a volume", remove).await;
+    blocking("removing the record of a volume", remove).await;
 }
 
-/// Returns true if one of these pods has a volume, and the pod with this UID hasn't: one that has it keeps
-/// it.
+/// Returns true if the pods that have a volume include another pod but not the pod with this UID, which would
+/// keep the volume.
 fn is_anothers<'p>(mut having: impl Iterator<Item = &'p str> + Clone, uid: &str) -> bool {
     !having.clone().any(|pod| pod == uid) && having.next().is_some()
 }
 
-/// Returns true if a name is one part of a path: it comes from a server.
+/// Returns true if a name, which comes from a server, is a single part of a path.
 fn is_one_part(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }
 
-/// What is in a Secret that a volume names.
+/// Reads a Secret that a volume names.
 pub(crate) async fn secret(
     storage: &dyn Storage,
     what: &str,
@@ -415,7 +415,7 @@ pub(crate) async fn secret(
     Ok(data.map(|(key, ByteString(value))| (key, String::from_utf8_lossy(&value).into_owned())).collect())
 }
 
-/// The pod's tokens that a driver asks for, by audience, as the kubelet writes them.
+/// Requests the pod's tokens that a driver asks for. Returns them by audience in the kubelet's format.
 async fn tokens(
     storage: &dyn Storage,
     pod: &Pod,
@@ -455,7 +455,7 @@ mod tests {
     use super::*;
     use crate::Metrics;
 
-    /// Writes down that a pod has a volume.
+    /// Writes the record of a volume that a pod has.
     fn published(pods: &Path, uid: &str, handle: &str) {
         let folder = records::folder_of(&pods.join(uid)).join("pv");
         std::fs::create_dir_all(&folder).unwrap();

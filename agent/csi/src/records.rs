@@ -1,4 +1,5 @@
-//! What is on disk of volumes: `vol_data.json`, in the kubelet's form, so that either reads the other's.
+//! Records of volumes on disk: `vol_data.json` in the kubelet's format, so that a kubelet can read the agent's
+//! records and the agent the kubelet's.
 
 use std::{
     fs,
@@ -12,16 +13,16 @@ use tracing::warn;
 
 use crate::Error;
 
-/// The file's name.
+/// Name of a record's file.
 const FILE: &str = "vol_data.json";
 
-/// What is known of a staged or published volume.
+/// The record of a staged or published volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct VolumeRecord {
     pub(crate) driver_name: String,
     pub(crate) volume_handle: String,
-    /// The PersistentVolume, or the pod's volume; empty of a staged one.
+    /// Name of the PersistentVolume, or of the pod's volume; empty for a staged volume.
     #[serde(rename = "specVolID", skip_serializing_if = "String::is_empty")]
     pub(crate) spec_volume: String,
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -31,18 +32,18 @@ pub(crate) struct VolumeRecord {
     /// `Persistent` or `Ephemeral`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(crate) volume_lifecycle_mode: String,
-    /// It is a block device. The agent's own field: a kubelet keeps such records elsewhere.
+    /// The volume is a block device. The kubelet has no such field: it stores these records elsewhere.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(crate) block: bool,
 }
 
 impl VolumeRecord {
-    /// Returns true if a controller may have attached it to the node.
+    /// Returns true if a controller may have attached the volume to the node.
     pub(crate) fn is_attached(&self) -> bool {
         self.volume_lifecycle_mode == "Persistent"
     }
 
-    /// Writes it into a folder. Blocks.
+    /// Writes the record to a folder. Blocks.
     pub(crate) fn write(&self, folder: &Path) -> Result<(), Error> {
         let file = ForeignFile::new(folder.join(FILE));
         let text = serde_json::to_vec(self).map_err(|cause| Error::Unmet(cause.to_string()))?;
@@ -50,24 +51,24 @@ impl VolumeRecord {
         Ok(file.settle()?)
     }
 
-    /// That of a folder, if there is one. Blocks.
+    /// Reads the record in a folder, if any. Blocks.
     pub(crate) fn read(folder: &Path) -> Result<Option<Self>, Error> {
         let Some(text) = ForeignFile::new(folder.join(FILE)).read()? else { return Ok(None) };
         let read = serde_json::from_slice(&text);
         let why = |cause: serde_json::Error| {
-            Error::Unmet(format!("{} can't be read: {cause}", folder.join(FILE).display()))
+            Error::Unmet(format!("cannot parse {}: {cause}", folder.join(FILE).display()))
         };
         read.map(Some).map_err(why)
     }
 
-    /// Removes that of a folder, and the folder, which must be empty then. Blocks.
+    /// Removes the record in a folder and the folder, which must have no other files. Blocks.
     pub(crate) fn remove(folder: &Path) -> Result<(), Error> {
         ForeignFile::new(folder.join(FILE)).remove()?;
         gone(fs::remove_dir(folder)).map_err(Error::io("remove", folder))
     }
 }
 
-/// What isn't there needs no removal.
+/// Treats "not found" as success.
 pub(crate) fn gone(removed: std::io::Result<()>) -> std::io::Result<()> {
     match removed {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -75,7 +76,7 @@ pub(crate) fn gone(removed: std::io::Result<()>) -> std::io::Result<()> {
     }
 }
 
-/// The records of volumes that are published for pods: pod's UID, folder, record. Blocks.
+/// Returns the records of published volumes: pod's UID, folder, record. Blocks.
 pub(crate) fn published(pods_dir: &Path) -> Vec<(String, PathBuf, VolumeRecord)> {
     let mut all = Vec::new();
     for pod in folders(pods_dir) {
@@ -85,33 +86,33 @@ pub(crate) fn published(pods_dir: &Path) -> Vec<(String, PathBuf, VolumeRecord)>
     all
 }
 
-/// Those of one pod, by its folder. Blocks.
+/// Returns the records of a pod's published volumes, by the pod's folder. Blocks.
 pub(crate) fn of_pod(pod: &Path) -> Vec<(PathBuf, VolumeRecord)> {
-    folders(&folder_of(pod)).into_iter().filter_map(read_or_tell).collect()
+    folders(&folder_of(pod)).into_iter().filter_map(read_or_warn).collect()
 }
 
-/// The folder with a folder for each volume that is published for a pod.
+/// Returns the folder with a folder for each published volume of a pod.
 pub(crate) fn folder_of(pod: &Path) -> PathBuf {
     pod.join("volumes").join(beelet_policy::volumes::csi::PLUGIN)
 }
 
-/// The records of staged volumes. Blocks.
+/// Returns the records of staged volumes. Blocks.
 pub(crate) fn staged(staging: &Path) -> Vec<(PathBuf, VolumeRecord)> {
     let drivers = folders(staging);
-    drivers.iter().flat_map(|driver| folders(driver)).filter_map(read_or_tell).collect()
+    drivers.iter().flat_map(|driver| folders(driver)).filter_map(read_or_warn).collect()
 }
 
-fn read_or_tell(folder: PathBuf) -> Option<(PathBuf, VolumeRecord)> {
+fn read_or_warn(folder: PathBuf) -> Option<(PathBuf, VolumeRecord)> {
     match VolumeRecord::read(&folder) {
         Ok(record) => Some((folder, record?)),
         Err(why) => {
-            warn!("a volume of a storage plugin is passed over: {why}");
+            warn!("ignoring the record of a storage plugin's volume: {why}");
             None
         }
     }
 }
 
-/// The folders in a folder. Blocks.
+/// Returns the folders in a folder. Blocks.
 pub(crate) fn folders(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries
@@ -120,7 +121,7 @@ pub(crate) fn folders(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The SHA-256 of texts, one behind the other, in hexadecimal digits.
+/// Returns the SHA-256 of the concatenated texts, in hexadecimal digits.
 pub(crate) fn digest(texts: &[&str]) -> String {
     let mut hash = Sha256::new();
     texts.iter().for_each(|text| hash.update(text));
@@ -152,7 +153,7 @@ mod tests {
         });
         assert_eq!(value, expected);
         assert_eq!(VolumeRecord::read(dir.path()).unwrap(), Some(record));
-        // What a kubelet adds is passed over.
+        // Other fields of a kubelet are ignored.
         fs::write(
             dir.path().join(FILE),
             r#"{"driverName": "d", "volumeHandle": "h", "seLinuxMountContext": "x"}"#,

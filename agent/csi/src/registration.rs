@@ -1,4 +1,4 @@
-//! Drivers come and go: what the registry of plugins finds in its folder.
+//! Registration and deregistration of drivers that the registry of plugins finds in its folder.
 
 use std::{path::Path, sync::Arc};
 
@@ -8,47 +8,47 @@ use tracing::info;
 
 use crate::{Csi, driver::Driver, lock};
 
-/// What drivers say that they are, in the registry of plugins.
+/// Type of CSI drivers in the registry of plugins.
 pub const KIND: &str = "CSIPlugin";
 
 impl PluginHandler for Csi {
     fn register<'a>(&'a self, name: &'a str, versions: &'a [String], socket: &'a Path) -> Registering<'a> {
-        Box::pin(meet(self, name, versions, socket))
+        Box::pin(register_driver(self, name, versions, socket))
     }
 
-    /// Forgets a driver, unless another one took its place.
+    /// Removes a driver, unless another driver has replaced it.
     fn deregister(&self, name: &str, socket: &Path) {
         let mut drivers = lock(&self.0.drivers);
         if drivers.get(name).is_none_or(|driver| driver.socket() != socket) {
             return;
         }
         drivers.remove(name);
-        info!(driver = name, "a storage plugin is gone");
+        info!(driver = name, "storage plugin deregistered");
         self.0.known.send_modify(|known| drop(Arc::make_mut(known).insert(name.to_owned(), None)));
     }
 }
 
-/// Asks a driver for its abilities, and takes it over.
-async fn meet(csi: &Csi, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
+/// Connects to a driver, reads its facts about the node and adds it to the registered drivers.
+async fn register_driver(csi: &Csi, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
     if !policy::is_supported(versions) {
         let versions = versions.join(",");
         return Err(format!("no supported version of CSI among {versions}: 1.x is needed"));
     }
     if !is_name(name) {
-        return Err(format!("{name:?} is no name of a CSI driver"));
+        return Err(format!("{name:?} is not the name of a CSI driver"));
     }
     let driver = Driver::dial(name, socket, csi.0.metrics.clone()).await;
     let driver = driver.map_err(|error| error.to_string())?;
     let node = driver.node().await.map_err(|error| error.to_string())?;
     node.check().map_err(|error| error.to_string())?;
-    info!(driver = name, socket = %socket.display(), node_id = node.node_id, "a storage plugin has registered");
+    info!(driver = name, socket = %socket.display(), node_id = node.node_id, "storage plugin registered");
     lock(&csi.0.drivers).insert(name.to_owned(), driver);
     csi.0.known.send_modify(|known| drop(Arc::make_mut(known).insert(name.to_owned(), Some(node))));
     Ok(())
 }
 
-/// Returns true for a domain name of at most 63 characters, as the specification has it: it becomes a part of
-/// paths.
+/// Returns true for a domain name of at most 63 characters, as the specification requires: the name becomes a
+/// part of paths.
 fn is_name(name: &str) -> bool {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     name.len() <= 63

@@ -1,4 +1,5 @@
-//! Gives volumes back, by their records alone: a pod's ones when it goes, staged ones when no pod has them.
+//! Releases volumes by their records: unpublishes a removed pod's volumes, and unstages volumes that no pod
+//! has.
 
 use std::{
     collections::BTreeSet,
@@ -20,45 +21,42 @@ use crate::{
     records::{self, VolumeRecord, gone},
 };
 
-/// How often staged volumes are looked for that no pod has.
+/// Time between two searches for staged volumes that no pod has.
 const SWEEP: Duration = Duration::from_secs(60);
 
 impl Csi {
-    /// Gives back all volumes of the pod with this UID. Harmless to repeat. What is staged for no other pod
-    /// is left to [`Csi::sweep`], at once: a pod needn't wait for that.
+    /// Unpublishes all volumes of the pod with this UID. Idempotent. [`Csi::sweep`] unstages volumes that no
+    /// other pod has right afterwards: the pod does not wait for that.
     ///
     /// # Errors
-    /// A driver is not there, or can't: the pod can't go yet.
+    /// A driver is not registered or fails: the pod cannot be removed yet.
     pub async fn release(&self, uid: &str) -> Result<(), Error> {
         let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
         let given_back = all.into_iter().map(|(place, record)| unpublish(self, place, record, uid));
         join_all(given_back).await.into_iter().collect::<Result<(), Error>>()?;
-        // The names stay until nothing is staged.
+        // The names stay in use until the volumes are unstaged.
         self.0.in_use.leave(uid, policy::is_unique_name);
         self.0.released.notify_one();
         Ok(())
     }
 
-    /// Unstages what no pod has, until `cancel`: as soon as a pod has given a volume back, and again and
-    /// again what an agent that was killed, or a driver that was away, has left.
+    /// Unstages volumes that no pod has, until `cancel`: as soon as a pod has released a volume, and
+    /// periodically, because a killed agent or an unreachable driver may have left staged volumes.
     pub fn sweep(self, cancel: CancellationToken) -> Work {
         Box::pin(async move {
             let mut drivers = self.drivers();
-            let mut told: BTreeSet<VolumeId> = BTreeSet::new();
+            let mut warned: BTreeSet<VolumeId> = BTreeSet::new();
             loop {
                 let Some(failed) = cancel.run_until_cancelled(unstage_all_unused(&self)).await else {
                     return;
                 };
                 for (volume, error) in &failed {
-                    if !told.contains(volume) {
-                        warn!(
-                            volume = volume.unique_name(),
-                            "a volume that no pod has stays staged: {error}"
-                        );
+                    if !warned.contains(volume) {
+                        warn!(volume = volume.unique_name(), "cannot unstage an unused volume: {error}");
                     }
                 }
-                told = failed.into_iter().map(|(volume, _)| volume).collect();
+                warned = failed.into_iter().map(|(volume, _)| volume).collect();
                 tokio::select! {
                     () = tokio::time::sleep(SWEEP) => {}
                     () = self.0.released.notified() => {}
@@ -88,7 +86,7 @@ async fn unstage_unused(csi: &Csi, volume: &VolumeId) -> Result<(), Error> {
     let (folder, pods, wanted) =
         (csi.0.folders.staging_folder(volume), csi.0.folders.pods_dir.clone(), volume.clone());
     let of = folder.clone();
-    let unused = blocking("looking for who has a volume", move || {
+    let unused = blocking("finding the pods of a volume", move || {
         let is_used = || records::published(&pods).iter().any(|(.., one)| VolumeId::of(one) == wanted);
         Ok::<_, Error>(VolumeRecord::read(&of)?.filter(|_| !is_used()))
     });
@@ -104,10 +102,10 @@ async fn unstage_unused(csi: &Csi, volume: &VolumeId) -> Result<(), Error> {
     blocking("removing a staged volume", move || remove(&folder, &path)).await
 }
 
-/// Reports a volume as unused, once no pod uses the volume and no record of it is on disk.
+/// Reports a volume as unused if no record of the volume is on disk.
 async fn forget(csi: &Csi, name: String) {
     let (pods, staging, of) = (csi.0.folders.pods_dir.clone(), csi.0.folders.staging.clone(), name.clone());
-    let on_disk = blocking("looking for a volume's records", move || {
+    let on_disk = blocking("finding a volume's records", move || {
         let is_it = |record: &VolumeRecord| VolumeId::of(record).unique_name() == of;
         records::staged(&staging).iter().any(|(_, record)| is_it(record))
             || records::published(&pods).iter().any(|(.., record)| is_it(record))
@@ -118,13 +116,13 @@ async fn forget(csi: &Csi, name: String) {
     csi.0.in_use.forget(&name);
 }
 
-/// Forgets the sizes of volumes of which nothing is on disk.
+/// Removes the known sizes of volumes without a record on disk.
 async fn forget_sizes(csi: &Csi) {
     if lock(&csi.0.sizes).is_empty() {
         return;
     }
     let (pods, staging) = (csi.0.folders.pods_dir.clone(), csi.0.folders.staging.clone());
-    let on_disk = blocking("looking for volumes' records", move || {
+    let on_disk = blocking("finding volumes' records", move || {
         let staged = records::staged(&staging).into_iter().map(|(_, record)| VolumeId::of(&record));
         let published = records::published(&pods).into_iter().map(|(.., record)| VolumeId::of(&record));
         staged.chain(published).collect::<BTreeSet<_>>()
@@ -150,7 +148,7 @@ async fn unstage_all_unused(csi: &Csi) -> Vec<(VolumeId, Error)> {
     failed.into_iter().flatten().collect()
 }
 
-/// Removes what a driver should have removed, and the record. Blocks.
+/// Removes the mount point, which the driver should have removed, and the record. Blocks.
 fn remove(folder: &Path, mount: &Path) -> Result<(), Error> {
     if mountinfo::is_mount_point(mount).map_err(Error::io("look for a mount at", mount))? {
         return Err(Error::Mounted(mount.to_owned()));

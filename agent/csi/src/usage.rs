@@ -1,5 +1,4 @@
-//! How much room volumes have, and whether something is wrong with them, as their drivers say it
-//! (`pkg/volume/csi/csi_metrics.go`).
+//! Capacity, use and condition of volumes, as their drivers report them (`pkg/volume/csi/csi_metrics.go`).
 
 use std::path::PathBuf;
 
@@ -12,28 +11,28 @@ use crate::{
     records::{self, VolumeRecord},
 };
 
-/// More characters of what a driver says is wrong aren't passed on.
+/// Maximum number of characters kept of a driver's message about an abnormal condition.
 const WORDS: usize = 1024;
 
-/// The room in a volume; and, of a driver that knows it, whether something is wrong with it, and what.
+/// Capacity and use of a volume, and its condition if the driver reports it: true if abnormal, and a message.
 pub type Usage = (Room, Option<(bool, String)>);
 
-/// A volume that a driver has brought to a pod.
+/// A volume that a driver has published to a pod.
 #[derive(Clone, Debug)]
 pub struct Brought {
-    /// Where it is.
+    /// Path of the published volume.
     pub path: PathBuf,
     pub(crate) record: VolumeRecord,
 }
 
 impl Brought {
-    /// The name of the PersistentVolume, or of the pod's own volume.
+    /// Returns the name of the PersistentVolume, or of the pod's own volume.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.record.spec_volume
     }
 
-    /// The driver's name.
+    /// Returns the driver's name.
     #[must_use]
     pub fn driver(&self) -> &str {
         &self.record.driver_name
@@ -41,7 +40,7 @@ impl Brought {
 }
 
 impl Csi {
-    /// The volumes that drivers have brought to the pod with this UID.
+    /// Returns the volumes that drivers have published to the pod with this UID.
     pub async fn volumes_of(&self, uid: &str) -> Vec<Brought> {
         let folder = self.0.folders.pods_dir.join(uid);
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
@@ -49,10 +48,10 @@ impl Csi {
         all.into_iter().map(brought).collect()
     }
 
-    /// What a driver says of a volume. None: it doesn't.
+    /// Reads the capacity, use and condition of a volume. Returns None if the driver does not report them.
     ///
     /// # Errors
-    /// The driver isn't there, or can't.
+    /// The driver is not registered or fails.
     pub async fn usage(&self, volume: &Brought) -> Result<Option<Usage>, Error> {
         let driver = self.driver(volume.driver())?;
         let abilities = driver.abilities().await?;

@@ -1,10 +1,10 @@
-//! Disks on a network (`iscsi`, `fc`), as `pkg/volume/iscsi` and `pkg/volume/fc` of Kubernetes have them, and
-//! with their paths: found, mounted once for all pods below `plugins/kubernetes.io/<kind>` of the kubelet's
-//! folder, and shown at `volumes/kubernetes.io~<kind>/<volume>` in the pod's folder; or a device of
-//! containers. With the last pod the kernel forgets the disk.
+//! Network disks (`iscsi`, `fc`), with the behaviour and the paths of Kubernetes' `pkg/volume/iscsi` and
+//! `pkg/volume/fc`. A disk is mounted once for all pods below `plugins/kubernetes.io/<kind>` of the kubelet's
+//! folder, and bind mounted at `volumes/kubernetes.io~<kind>/<volume>` in the pod's folder, or is a block
+//! device of containers. After the last pod, the agent deletes the disk from the kernel.
 //!
-//! What may have been done is on disk before it is done, and is taken back from there. A disk that doesn't
-//! answer holds up its own pods alone. Must never make a disk go that anything has mounted.
+//! The agent writes a record to disk before each step, and releases disks by these records. A disk that does
+//! not answer delays only its own pods. Must never delete a disk that is mounted anywhere.
 
 mod fc;
 mod iscsi;
@@ -40,31 +40,31 @@ use crate::{
     records,
 };
 
-/// The kubelet's names of these kinds of volumes, as they are in paths.
+/// The kubelet's names of these kinds of volumes in paths.
 const FC: &str = "kubernetes.io~fc";
 const ISCSI: &str = "kubernetes.io~iscsi";
-/// Where records are in a pod's folder.
+/// Folder of the records in a pod's folder.
 const OF_POD: &str = "plugins/kubernetes.io~remote-disk";
-/// The folder with the records of disks, beside those that are mounted.
+/// Folder of the records of disks, next to the mounted disks.
 const DISKS: &str = ".disks";
 
-/// A volume that a pod needs, with what is in its Secret.
+/// A volume that a pod needs, with the content of the volume's Secret.
 #[derive(Clone)]
 pub(crate) struct RemoteWanted {
-    /// The volume.
+    /// Volume.
     pub volume: RemoteVolume,
-    /// What is in its Secret.
+    /// Content of the volume's Secret.
     pub secret: BTreeMap<String, String>,
 }
 
 impl fmt::Debug for RemoteWanted {
-    /// Not the secret.
+    /// Omits the secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RemoteWanted").field("volume", &self.volume).finish_non_exhaustive()
     }
 }
 
-/// A disk that a pod has, or may have.
+/// A disk that a pod has or may have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct PodRecord {
@@ -72,16 +72,16 @@ struct PodRecord {
     disk: RemoteDisk,
 }
 
-/// A disk that is on the node, or may be.
+/// A disk that is or may be on the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct DiskRecord {
     disk: RemoteDisk,
-    /// Its device; None: it was not found yet.
+    /// Disk's device; None until it is found.
     device: Option<PathBuf>,
 }
 
-/// Disks on networks. Clones share them.
+/// Network disks. Clones share them.
 #[derive(Clone, Debug)]
 pub struct RemoteDisks(Arc<Inner>);
 
@@ -89,20 +89,20 @@ pub struct RemoteDisks(Arc<Inner>);
 struct Inner {
     /// `<kubelet dir>/plugins`.
     plugins: PathBuf,
-    /// The folder with a folder for each pod.
+    /// Folder with a folder for each pod.
     pods_dir: PathBuf,
     machine: Machine,
     busy: Busy,
     in_use: VolumesInUse,
 }
 
-/// The name of a disk's kind in paths.
+/// Returns the name of a disk's kind in paths.
 fn plugin_in_paths(disk: &RemoteDisk) -> String {
     disk.plugin().replace('/', "~")
 }
 
 impl RemoteDisks {
-    /// Disks that are mounted in the kubelet's folder. What is on disk of them is `in_use` then. Blocks.
+    /// Opens the disks that are mounted in the kubelet's folder. Marks recorded disks as `in_use`. Blocks.
     #[must_use]
     pub fn open((kubelet_dir, pods_dir): (&Path, &Path), in_use: VolumesInUse) -> Self {
         Self::on(Machine::own(), (kubelet_dir, pods_dir), in_use)
@@ -121,13 +121,14 @@ impl RemoteDisks {
         Self(Arc::new(Inner { plugins, pods_dir, machine, busy: Busy::default(), in_use }))
     }
 
-    /// Says that a pod will use a volume that a controller attaches: it detaches it no more.
+    /// Records that a pod will use a volume that a controller attaches, so that the controller does not detach
+    /// the volume.
     fn use_by(&self, volume: &RemoteVolume, uid: &str) {
         self.0.in_use.use_by(&volume.disk.unique_name(), Some(uid));
     }
 
-    /// Has a disk mounted for the pod with this folder, or found, also where it is there already. Returns its
-    /// place.
+    /// Mounts a disk for the pod with this folder, or finds the disk's device for a block volume. Idempotent.
+    /// Returns the path.
     fn mount_for_pod(
         &self,
         folder: &Path,
@@ -164,14 +165,14 @@ impl RemoteDisks {
         if let Some(group) = group.filter(|_| !volume.read_only)
             && let Err(error) = group.own(&target, Access::ReadWrite)
         {
-            // Mounted, it would be taken for done the next time.
+            // The next attempt would regard a mounted volume as done.
             mounts::unmount(&target)?;
             return Err(error);
         }
         Ok(target)
     }
 
-    /// The device of a disk.
+    /// Finds the device of a disk.
     fn find(&self, wanted: &RemoteWanted) -> Result<PathBuf, Error> {
         let disk = &wanted.volume.disk;
         let place = self.record_of(disk);
@@ -182,13 +183,13 @@ impl RemoteDisks {
         {
             return Ok(device.clone());
         }
-        // What is known of it stays: another pod may have it.
+        // A known device stays in the record: another pod may have the disk.
         let mut record = known.unwrap_or_else(|| DiskRecord { disk: disk.clone(), device: None });
         records::write(&place, &record)?;
         let found = match disk {
             RemoteDisk::Fc(disk) => fc::find(&self.0.machine, disk)?,
             RemoteDisk::Iscsi(disk) => {
-                // Two disks of one target log in and out of it.
+                // Several disks share the login to their target.
                 let _held = self.0.busy.hold(&target_of(disk));
                 Login { machine: &self.0.machine, disk, secret: &wanted.secret }.find()?
             }
@@ -202,12 +203,12 @@ impl RemoteDisks {
         self.0.plugins.join(disk.plugin())
     }
 
-    /// Where a disk is mounted for all pods.
+    /// Returns the path where a disk is mounted for all pods.
     fn mounted_at(&self, disk: &RemoteDisk) -> PathBuf {
         self.folder_of(disk).join(disk.folder())
     }
 
-    /// Where the record of a disk is: two folders deep, whatever it is called.
+    /// Returns the path of the record of a disk: two folders deep for both kinds of disks.
     fn record_of(&self, disk: &RemoteDisk) -> PathBuf {
         let folder = self.folder_of(disk).join(DISKS);
         match disk {
@@ -216,22 +217,22 @@ impl RemoteDisks {
         }
     }
 
-    /// The records of all pods' disks, but for that one.
+    /// Returns the records of all pods' disks, except the record at `than`.
     fn others(&self, than: &Path) -> Vec<PodRecord> {
         let pods = records::folders(&self.0.pods_dir);
         let all = pods.iter().flat_map(|pod| records::all(&pod.join(OF_POD)));
         all.filter(|(place, _)| place != than).map(|(_, record)| record).collect()
     }
 
-    /// Takes all disks of the pod with this folder away, and those that were the pod's alone from the kernel.
-    /// Harmless to repeat.
+    /// Unmounts all disks of the pod with this folder, and deletes from the kernel those that no other pod has.
+    /// Idempotent.
     ///
     /// # Errors
-    /// A mount is in use, or a target doesn't let go: the pod can't go yet.
+    /// A mount is in use, or the logout from a target fails: the pod cannot be removed yet.
     fn release(&self, folder: &Path) -> Result<(), Error> {
         let all = records::all(&folder.join(OF_POD));
         let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
-        // Each is tried, whatever becomes of the others.
+        // The failure of a disk does not keep the others from being released.
         let released: Vec<Result<(), Error>> = released.collect();
         released.into_iter().collect::<Result<(), Error>>()?;
         let uid = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -245,7 +246,7 @@ impl RemoteDisks {
         Ok(())
     }
 
-    /// The disks that are on the node, or may be.
+    /// Returns the disks that are or may be on the node.
     fn disks(&self) -> Vec<RemoteDisk> {
         let kinds = ["fc", "iscsi"].map(|kind| self.0.plugins.join("kubernetes.io").join(kind).join(DISKS));
         let all = kinds.iter().flat_map(|folder| records::all::<DiskRecord>(folder));
@@ -258,23 +259,23 @@ impl RemoteDisks {
         let unique = disk.unique_name();
         let _held = self.0.busy.hold(&unique);
         mounts::unmount_at(&target)?;
-        // Until the record is gone: of two disks of one target the second to go logs out.
+        // Held until the record is removed: the last disk of a target to be released logs out.
         let _target = match disk {
             RemoteDisk::Iscsi(disk) => Some(self.0.busy.hold(&target_of(disk))),
             RemoteDisk::Fc(_) => None,
         };
         let others = self.others(place);
         if !others.iter().any(|other| other.disk.unique_name() == unique) {
-            // Of one name there is more than one where pods have it by several interfaces.
+            // A name has several records if pods reach the disk by several interfaces.
             for disk in self.disks().iter().filter(|disk| disk.unique_name() == unique) {
                 self.release_disk(disk, &others)?;
             }
         }
-        // Last: an agent that is killed before does all of it again.
+        // Last, so that an agent that is killed before this point releases the disk again.
         records::remove(place)
     }
 
-    /// Takes a disk away that no pod has. Under the hold of its target.
+    /// Unmounts and deletes a disk that no pod has. The caller holds the lock of the disk's target.
     fn release_disk(&self, disk: &RemoteDisk, others: &[PodRecord]) -> Result<(), Error> {
         let place = self.record_of(disk);
         let Some(record) = records::read::<DiskRecord>(&place)? else { return Ok(()) };
@@ -287,7 +288,7 @@ impl RemoteDisks {
             None => true,
         };
         match disk {
-            // Somebody else on the machine has it.
+            // Another program on the machine has mounted the disk.
             _ if !is_free => {}
             RemoteDisk::Fc(_) => {
                 if let Some(device) = &device {
@@ -304,7 +305,7 @@ impl RemoteDisks {
     }
 }
 
-/// The kubelet's name of the plugin of disks on networks.
+/// Returns the kubelet's name of the plugin of network disks.
 pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     if spec.is_kind(|claimed| claimed.fc.is_some(), |volume| volume.fc.is_some()) {
         return Some("kubernetes.io/fc");
@@ -313,13 +314,13 @@ pub(crate) fn plugin_name(spec: &Spec<'_>) -> Option<&'static str> {
     is_iscsi.then_some("kubernetes.io/iscsi")
 }
 
-/// The volume with its disk.
+/// Returns the volume with its disk.
 fn volume_of(spec: &Spec<'_>, namespace: &str) -> Result<RemoteVolume, Error> {
     let found = match spec.claimed {
         Some(Claimed { volume, read_only, .. }) => policy::of_claim(volume, *read_only, namespace),
         None => policy::of_pod(spec.volume, namespace),
     };
-    found.unwrap_or_else(|| Err("the volume has no disk on a network".to_owned())).map_err(Error::unmet)
+    found.unwrap_or_else(|| Err("the volume has no network disk".to_owned())).map_err(Error::unmet)
 }
 
 impl VolumePlugin for RemoteDisks {
@@ -341,8 +342,8 @@ impl VolumePlugin for RemoteDisks {
         spec.is_claimed_or_mounted(used)
     }
 
-    /// Waits until a controller has attached the disk: a controller keeps a disk from being on two nodes that
-    /// must not both have it. A node of its own has no controller.
+    /// Waits until a controller has attached the disk: a controller prevents two nodes from using a disk that
+    /// only one may use. A standalone node has no controller.
     fn attach<'a>(
         &'a self,
         spec: Spec<'a>,
@@ -369,7 +370,7 @@ impl VolumePlugin for RemoteDisks {
         _left: &mut Allowance,
     ) -> Result<Option<PathBuf>, Error> {
         let Some(Attachment { secret, .. }) = target.attachment(spec) else {
-            return Err(Error::unmet("it is not known whether the volume is attached"));
+            return Err(Error::unmet("cannot determine whether the volume is attached"));
         };
         let volume = volume_of(spec, namespace_of(target.sources.pod))?;
         let text = |value: &[u8]| String::from_utf8_lossy(value).into_owned();
@@ -391,12 +392,12 @@ impl VolumePlugin for RemoteDisks {
     }
 }
 
-/// The key under which logins to the disk's target exclude each other.
+/// Returns the key of the lock for logins to the disk's target.
 fn target_of(disk: &IscsiDisk) -> String {
     format!("target {}", disk.target)
 }
 
-/// Returns true if a disk is on a target that another one is on, by the same portal.
+/// Returns true if two disks are on the same target, reached by the same portal.
 fn shares_target(other: &RemoteDisk, disk: &IscsiDisk) -> bool {
     match other {
         RemoteDisk::Iscsi(other) => {

@@ -1,5 +1,5 @@
-//! The schedule of periodic checks of pods' volumes: those of all pods once per period and as soon as a
-//! storage plugin comes or goes; those of a new pod at once.
+//! The schedule of periodic checks of pods' volumes: all pods once per period and whenever a storage plugin
+//! registers or disappears; a new pod at once.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -25,16 +25,16 @@ pub(crate) struct Resync {
     is_wanted: fn(&Pod) -> bool,
     /// UIDs of the pods that exist and were checked.
     seen: BTreeSet<String>,
-    /// Pods among which none is new.
+    /// Pods that are known not to be new.
     known: Pods,
     /// Time when all pods are due.
     due: Instant,
-    /// The last round was one of all pods.
+    /// The last round covered all pods.
     was_whole: bool,
 }
 
 impl Resync {
-    /// Rounds over the pods of `table` that are wanted, the first at once, then one per `period`.
+    /// Makes rounds over the wanted pods of `table`: the first at once, then one per `period`.
     pub(crate) fn new(
         table: watch::Receiver<Arc<PodTable>>,
         plugins: &Csi,
@@ -47,7 +47,7 @@ impl Resync {
         Self { table, plugins, period, is_wanted, seen, known, due, was_whole: false }
     }
 
-    /// Waits until pods are due. Callers may drop it at any time.
+    /// Waits until pods are due. Cancel safe.
     pub(crate) async fn next(&mut self) -> Vec<Arc<Pod>> {
         if self.was_whole {
             self.due = Instant::now().after(self.period);
@@ -73,8 +73,7 @@ impl Resync {
     }
 }
 
-/// Waits for a pod that was not checked. Only pods that have changed can be new: the others are among
-/// `known`.
+/// Waits for a pod that was not checked yet. Only pods that differ from `known` can be new.
 async fn new_one(
     table: &mut watch::Receiver<Arc<PodTable>>,
     known: &mut Pods,
@@ -95,7 +94,7 @@ async fn new_one(
     }
 }
 
-/// Returns true if a pod has volumes that are checked, and they are set up.
+/// Returns true if a pod has volumes that are checked, and its volumes are set up.
 fn is_due(entry: &PodEntry, is_wanted: fn(&Pod) -> bool) -> bool {
     is_wanted(&entry.pod) && has_volumes(entry)
 }
@@ -104,7 +103,7 @@ fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Po
     table.pods.values().filter(move |entry| is_due(entry, is_wanted)).map(|entry| &entry.pod)
 }
 
-/// Returns true if the volumes of a pod are set up: they are made before its sandbox, and removed after it.
+/// Returns true if the volumes of a pod are set up: from before its sandbox is made until after its removal.
 #[must_use]
 pub fn has_volumes(entry: &PodEntry) -> bool {
     let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
@@ -112,13 +111,13 @@ pub fn has_volumes(entry: &PodEntry) -> bool {
     !entry.cleared && sandbox.any(|condition| condition.status == "True")
 }
 
-/// Returns true if a pod runs with a volume for which this is true.
+/// Returns true if a pod runs with a volume for which `is_wanted` is true.
 pub(crate) fn runs_with(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
     let runs = Ended::of(pod.status.as_ref(), false).is_none();
     pod.metadata.deletion_timestamp.is_none() && runs && has(pod, is_wanted)
 }
 
-/// Returns true if a pod has a volume for which this is true.
+/// Returns true if a pod has a volume for which `is_wanted` is true.
 pub(crate) fn has(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
     pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()).any(is_wanted)
 }

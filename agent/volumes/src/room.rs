@@ -1,6 +1,6 @@
-//! How much room there is in volumes with a file system, or a device, of their own, as the kubelet tells it
-//! (`pkg/volume/metrics_statfs.go`, `metrics_block.go`). Must never be asked on a thread that others wait
-//! for: a file system whose server is away answers when it is back.
+//! Capacity and use of volumes with their own file system or device, like the kubelet's
+//! `pkg/volume/metrics_statfs.go` and `metrics_block.go`. Must never run on a thread that other work waits
+//! for: a file system whose server is unreachable blocks the call until the server is back.
 
 use std::{
     io::{Seek, SeekFrom},
@@ -13,11 +13,11 @@ use rustix::fs::{CWD, FileType, Mode};
 
 use crate::{Error, mounts};
 
-/// The room in the file system that is mounted at `place`, in the pods' folder, or the size of the block
-/// device there. None where neither is: what the machine mounted is not a pod's.
+/// Returns the capacity and use of the file system that is mounted at `place` in the pods' folder, or the size
+/// of the block device at `place`. Returns None for other paths: the machine's own mounts belong to no pod.
 ///
 /// # Errors
-/// The kernel doesn't say it.
+/// The kernel refuses the measurement.
 pub(crate) fn room(pods: &Path, place: &Path) -> Result<Option<Room>, Error> {
     let found = rustix::fs::openat(CWD, place, own_file::FOUND, Mode::empty());
     let found = found.map_err(Error::io("measure", place))?;

@@ -1,6 +1,6 @@
-//! Statistics of the pods' volumes of claims and of storage plugins, measured once per period as by the
-//! kubelet (`volumeStatsAggPeriod`): by NodeGetVolumeStats of the plugin, or by the kernel for volumes that
-//! the agent mounted. A container or a plugin can only delay the statistics of its own volumes.
+//! Statistics of the pods' claims' and storage plugins' volumes, measured once per period as under the kubelet
+//! (`volumeStatsAggPeriod`): with the plugin's NodeGetVolumeStats, or by the kernel for volumes that the agent
+//! mounted. A container or a plugin can only delay the statistics of its own volumes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,11 +36,11 @@ use crate::{
     room::room,
 };
 
-/// Time that a volume may take to answer. A slower volume has no statistics.
+/// Time limit for the measurement of a volume. A slower volume has no statistics.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Pods that are measured at the same time.
+/// Maximum number of pods that are measured at the same time.
 const AT_A_TIME: usize = 16;
-/// Bounds of durations, in seconds: the kubelet's (`prometheus.DefBuckets`).
+/// Upper bounds of the buckets of durations, in seconds: the kubelet's (`prometheus.DefBuckets`).
 const BUCKETS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
 /// Parts that the statistics need.
@@ -52,7 +52,7 @@ pub(crate) struct Deps {
     pub(crate) metrics: StatsMetrics,
 }
 
-/// Measures the volumes of all pods once per period, and those of a new pod at once, until `cancel`.
+/// Measures the volumes of all pods once per period, and the volumes of a new pod at once, until `cancel`.
 pub(crate) fn follow(deps: Deps, mut resync: Resync, cancel: CancellationToken) -> Work {
     Box::pin(async move {
         let metrics = &deps.metrics;
@@ -130,7 +130,7 @@ fn text(error: impl fmt::Display) -> String {
     error.to_string()
 }
 
-/// The namespace and name of a volume's claim.
+/// Returns the namespace and name of a volume's claim.
 fn claim_of(pod: &Pod, name: &str) -> Option<(String, String)> {
     let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     let claim = claims::claim_of(pod, volumes.find(|volume| volume.name == name)?)?;
@@ -166,7 +166,7 @@ fn durations() -> Histogram {
 pub(crate) struct StatsMetrics {
     usage: watch::Sender<VolumesUse>,
     took: Family<Source, Histogram, fn() -> Histogram>,
-    /// File systems that are being asked.
+    /// File systems that are being measured.
     asked: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
@@ -178,13 +178,13 @@ impl Default for StatsMetrics {
 }
 
 impl StatsMetrics {
-    /// Use of all measured volumes.
+    /// Returns the use of all measured volumes.
     pub(crate) fn usage(&self) -> watch::Receiver<VolumesUse> {
         self.usage.subscribe()
     }
 
     pub(crate) fn register(&self, registry: &mut Registry) {
-        let help = "How long it took to find out how much room a volume has, in seconds";
+        let help = "Duration of measuring a volume, in seconds";
         registry.register("kubelet_volume_metric_collection_duration_seconds", help, self.took.clone());
         registry.register_collector(Box::new(Claims(self.usage())));
     }
@@ -193,10 +193,11 @@ impl StatsMetrics {
         self.took.get_or_create(&Source { metric_source }).observe(took.as_secs_f64());
     }
 
-    /// Asks the kernel. A file system that hangs is not asked a second time: each call would occupy a thread.
+    /// Measures a volume by the kernel. Skips a file system whose last measurement hangs: each call would
+    /// occupy a thread.
     async fn room(&self, pods: &Path, place: PathBuf) -> Result<Option<Usage>, String> {
         if !self.asked().insert(place.clone()) {
-            return Err("it still has not answered the last time".to_owned());
+            return Err("the previous measurement has not finished".to_owned());
         }
         let (metrics, pods) = (self.clone(), pods.to_owned());
         let measure = move || {
@@ -222,22 +223,16 @@ type Row = (&'static str, &'static str, fn(&VolumeUse) -> Option<u64>);
 
 const ROWS: [Row; 7] = [
     ("kubelet_volume_stats_capacity_bytes", "Size of a claim's volume", |v| Some(v.room.capacity_bytes)),
-    ("kubelet_volume_stats_available_bytes", "Bytes that may still be written to a claim's volume", |v| {
+    ("kubelet_volume_stats_available_bytes", "Bytes available in a claim's volume", |v| {
         Some(v.room.available_bytes)
     }),
-    ("kubelet_volume_stats_used_bytes", "Bytes that are taken of a claim's volume", |v| {
-        Some(v.room.used_bytes)
-    }),
+    ("kubelet_volume_stats_used_bytes", "Bytes used in a claim's volume", |v| Some(v.room.used_bytes)),
     ("kubelet_volume_stats_inodes", "Inodes of a claim's volume", |v| Some(v.room.inodes)),
-    ("kubelet_volume_stats_inodes_free", "Inodes of a claim's volume that are free", |v| {
-        Some(v.room.inodes_free)
-    }),
-    ("kubelet_volume_stats_inodes_used", "Inodes of a claim's volume that are taken", |v| {
-        Some(v.room.inodes_used)
-    }),
+    ("kubelet_volume_stats_inodes_free", "Free inodes of a claim's volume", |v| Some(v.room.inodes_free)),
+    ("kubelet_volume_stats_inodes_used", "Used inodes of a claim's volume", |v| Some(v.room.inodes_used)),
     (
         "kubelet_volume_stats_health_status_abnormal",
-        "1 if its storage plugin says that something is wrong with a claim's volume, 0 if not",
+        "1 if the storage plugin reports an abnormal condition of a claim's volume, otherwise 0",
         |v| v.abnormal.map(u64::from),
     ),
 ];
@@ -245,7 +240,7 @@ const ROWS: [Row; 7] = [
 impl Collector for Claims {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let seen = Arc::clone(&self.0.borrow());
-        // Several pods may have one claim.
+        // Several pods may share a claim.
         let claims: BTreeMap<&(String, String), &VolumeUse> =
             seen.values().flatten().filter_map(|volume| Some((volume.claim.as_ref()?, volume))).collect();
         for (name, help, value) in ROWS {
@@ -261,7 +256,7 @@ impl Collector for Claims {
     }
 }
 
-/// The volumes that are set up outside their own path and may be measured, with their places.
+/// Returns the measurable volumes that are set up outside their own path, with their places.
 fn places(volumes: &PodVolumes) -> Vec<(String, PathBuf)> {
     let linked =
         volumes.volumes.iter().filter(|volume| volumes.plugin(volume).location(volume) == Location::Linked);

@@ -1,9 +1,9 @@
-//! Parts of volumes (`subPath`), mounted alone, safe against whatever containers have written to the volume.
+//! Parts of volumes (`subPath`), mounted safely, independently of the files that containers made in the volume.
 //!
-//! A name that is looked at and then mounted by name can be replaced by a link in between (CVE-2017-1002101,
-//! CVE-2021-25741). So the part is opened once, by a kernel that refuses to leave the volume (openat2(2),
-//! `RESOLVE_BENEATH`), and it is the open file that is bound to a place of the pod's own
-//! (`/proc/self/fd/N`), which the runtime then mounts.
+//! A container can replace a name by a link between a check of the name and a mount by name
+//! (CVE-2017-1002101, CVE-2021-25741). So the agent opens the part once, with openat2(2) and
+//! `RESOLVE_BENEATH`, which never leaves the volume, and bind mounts the open file (`/proc/self/fd/N`) to a
+//! path of the pod, which the runtime then mounts.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Component, Path};
@@ -15,8 +15,8 @@ use super::{Error, mounts};
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_base::own_file;
 
-/// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the
-/// volume's own mode. Harmless to repeat; a part that was replaced since is bound anew.
+/// Bind mounts `part` of the volume at `volume` to `target`. Makes a missing part as a folder with the volume's
+/// own mode. Idempotent; a part that was replaced since the last call is mounted again.
 pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Error> {
     let failed = |cause: Errno| Error::SubPath { part: part.to_owned(), volume: volume.to_owned(), cause };
     let root =
@@ -29,18 +29,18 @@ pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Err
     bind(&found.map_err(failed)?, target)
 }
 
-/// What the file at `part` of the volume says, if it is a file and has no more than `most` bytes.
+/// Reads the plain file at `part` of the volume, which must have at most `most` bytes.
 pub(super) fn read(volume: &Path, part: &Path, most: u64) -> Result<Vec<u8>, Error> {
     let failed = |cause: Errno| Error::Part { part: part.to_owned(), volume: volume.to_owned(), cause };
     let root =
         rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY, Mode::empty())
             .map_err(failed)?;
-    // Found before it is opened: a container may have made a device of it, and to open that may do something.
+    // Found first, then opened: a container may have made a device here, whose opening may have side effects.
     let found = open(&root, part, OFlags::empty()).map_err(failed)?;
     let wrong = |why: String| Error::unmet(format!("{} of {}: {why}", part.display(), volume.display()));
     let read = own_file::reopen(&found, OFlags::RDONLY).and_then(|file| own_file::read_at_most(&file, most));
     let bytes = read.map_err(|error| wrong(error.to_string()))?;
-    bytes.ok_or_else(|| wrong(format!("it has more than {most} bytes")))
+    bytes.ok_or_else(|| wrong(format!("the file has more than {most} bytes")))
 }
 
 fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
@@ -48,9 +48,8 @@ fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat2(root, part, flags, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)
 }
 
-/// Makes the folders that lead to `part`, one by one, each below the one before, with the volume's mode and
-/// owner's group where that is handed down (setgid). The sticky bit is part of the mode, as for the kubelet
-/// (GetMode).
+/// Makes the folders that lead to `part`, one after another, with the volume's mode and, if the volume's folder
+/// has setgid, with its group. The mode includes the sticky bit, as under the kubelet (GetMode).
 fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
     let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o1777);
     let mut way = std::path::PathBuf::new();
@@ -60,8 +59,8 @@ fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
         way.push(name);
         match rustix::fs::mkdirat(&parent, name, mode) {
             Ok(()) => {
-                // The mode less the agent's own umask is not what was meant. It may be replaced by now: by
-                // name, but nothing else than a folder that is no link.
+                // The agent's umask reduced the mode. A container may have replaced the folder: opening it by
+                // name accepts only a folder, and no link.
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let made = rustix::fs::openat(&parent, name, flags, Mode::empty())?;
                 let inherited = Mode::from_raw_mode(rustix::fs::fstat(&made)?.st_mode) & Mode::SGID;
@@ -75,7 +74,7 @@ fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
     Ok(parent)
 }
 
-/// Binds what is open to a file or folder at `target`.
+/// Bind mounts an open file or folder to `target`.
 fn bind(source: &OwnedFd, target: &Path) -> Result<(), Error> {
     let failed = |e: Errno| Error::io("mount on", target)(e);
     let wanted = rustix::fs::fstat(source).map_err(failed)?;
@@ -92,7 +91,7 @@ fn bind(source: &OwnedFd, target: &Path) -> Result<(), Error> {
     rustix::mount::mount_bind(source, target).map_err(failed)
 }
 
-/// Something of the right kind to mount on. It may be there, and be of the other kind, from an earlier time.
+/// Makes a file or folder to mount on. Replaces an earlier mount point of the other type.
 fn make_target(target: &Path, is_folder: bool) -> Result<(), Error> {
     if let Ok(there) = std::fs::symlink_metadata(target) {
         if there.is_dir() == is_folder {
@@ -168,7 +167,7 @@ mod tests {
         for name in ["folder", "out", "fifo", "none"] {
             assert!(read(dir.path(), Path::new(name), 4).is_err(), "{name}");
         }
-        // A device of a kind that no driver has: to open it says so, and to look at it does not.
+        // A device without a driver: opening it gives an error, inspecting it does not.
         let none = rustix::fs::makedev(4095, 0xf_ffff);
         let device = rustix::fs::mknodat(CWD, at("device"), FileType::CharacterDevice, Mode::RWXU, none);
         if device.is_ok() {

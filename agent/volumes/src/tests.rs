@@ -73,7 +73,7 @@ fn a_volume_that_misses_its_object_says_so_if_a_container_mounts_it() {
             .to_string()
             .starts_with("volume none: ")
     );
-    // For what nobody mounts nobody waits.
+    // A volume that no container mounts delays nothing.
     of(json!([])).unwrap();
 }
 
@@ -159,7 +159,7 @@ fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
 fn volumes_are_mounted_from_where_they_are() {
     check_mount(json!({"name": "scratch", "mountPath": "/a"}), Ok(("/pods/u1/volumes/scratch", false)));
     check_mount(json!({"name": "host", "mountPath": "/a", "readOnly": true}), Ok(("/srv", true)));
-    // What is made of objects is read-only, asked for or not.
+    // Volumes of objects are read-only, even if the mount does not ask for it.
     check_mount(json!({"name": "conf", "mountPath": "/a"}), Ok(("/pods/u1/volumes/conf", true)));
     check_mount(json!({"name": "image", "mountPath": "/a"}), Ok(("", true)));
     check_mount(json!({"name": "none", "mountPath": "/a"}), Err("the pod has no volume none"));
@@ -177,7 +177,7 @@ fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only
         }));
         let plugins = plugins(&LocalDisks::new(dir.path(), dir.path()), dir.path());
         let volumes = PodVolumes::of(&pod, dir.path(), &plugins);
-        // Of those that a driver has mounted, a link says where.
+        // For volumes that a driver has mounted, a link leads to the mount.
         let place = dir.path().join("u1/volumes/vendor~driver/data");
         volumes.link("data", &place).unwrap();
         let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts(), &|| false).unwrap();
@@ -217,7 +217,7 @@ fn what_cannot_be_mounted_as_asked_is_refused() {
     );
     check_mount(
         json!({"name": "host", "mountPath": "/a", "readOnly": true, "recursiveReadOnly": "Enabled"}),
-        Err("recursiveReadOnly: Enabled needs"),
+        Err("`recursiveReadOnly: Enabled` needs"),
     );
     check_mount(
         json!({"name": "host", "mountPath": "/a", "readOnly": true, "recursiveReadOnly": "IfPossible"}),
@@ -282,12 +282,12 @@ fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothe
     let (volumes, done) = set_up(&pod, dir.path());
     done.unwrap();
     let mode = |volume: &str| volumes.path(volume).metadata().unwrap().permissions().mode() & 0o7777;
-    // As the kubelet's: a group's folder passes the group on, and memory has a tmpfs's own mode.
+    // As under the kubelet, a group's folder passes the group on, and memory has a tmpfs's own mode.
     assert_eq!((mode("disk"), mode("memory")), (0o2777, 0o3777));
     volumes.tear_down().unwrap();
 }
 
-/// A PersistentVolume of the machine's own.
+/// Returns a claim that is bound to a PersistentVolume with this spec.
 fn claimed(name: &str, spec: serde_json::Value, read_only: bool) -> Claimed {
     let volume = json!({"metadata": {"name": name}, "spec": spec});
     let volume = Arc::new(serde_json::from_value(volume).unwrap());
@@ -303,7 +303,7 @@ fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
     .unwrap()
 }
 
-/// Plugins of a node with these disks, without drivers.
+/// Returns the plugins of a node with these disks and without drivers.
 fn plugins(local: &LocalDisks, pods: &Path) -> Plugins {
     let flex = FlexVolumes::open("n1", (pods, pods), pods, VolumesInUse::default());
     let remote = RemoteDisks::open((pods, pods), VolumesInUse::default());
@@ -312,7 +312,7 @@ fn plugins(local: &LocalDisks, pods: &Path) -> Plugins {
     Plugins::new(csi, &Disks::new(local.clone(), flex, remote), Operations::default())
 }
 
-/// Makes the pod's volume `data` of what its claim is bound to; where a container finds it on the machine.
+/// Sets up the pod's volume `data` from its claim. Returns the volume's path on the machine.
 fn set_up_claim(
     pod: &core::Pod,
     (pods, disks): (&Path, &LocalDisks),
@@ -362,7 +362,7 @@ fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes
     let (first, place) = set_up_claim(&claiming("u1", Some(1234)), at, &local);
     assert_eq!(place.unwrap(), pods.join("u1/volumes/kubernetes.io~local-volume/l"));
     assert_eq!((group(&shelf), group(&shelf.join("kept"))), (1234, 1234));
-    // The first pod's group stands while it is here.
+    // The volume keeps the first pod's group while that pod exists.
     let (second, place) = set_up_claim(&claiming("u2", Some(5678)), at, &local);
     assert_eq!(fs::read_to_string(place.unwrap().join("kept")).unwrap(), "1");
     assert_eq!(group(&shelf), 1234);
@@ -456,7 +456,7 @@ fn a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last() {
     assert!(mounts::is_mount_point(&global).unwrap());
     second.tear_down().unwrap();
     assert!(!global.exists());
-    // What is on it stays.
+    // The files on the disk stay.
     let (third, place) = set_up_claim(&claiming("u3", None), at, &disk);
     assert_eq!(fs::read_to_string(place.unwrap().join("kept")).unwrap(), "1");
     third.tear_down().unwrap();
@@ -467,7 +467,7 @@ fn a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last() {
 struct LoopDevice(String);
 
 impl LoopDevice {
-    /// None where the machine has none to give, as in a container.
+    /// Returns None if the machine has no free loop device, e.g. in a container.
     fn of(file: &Path) -> Option<Self> {
         let made =
             std::process::Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
@@ -481,7 +481,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// A pod with a ConfigMap and an emptyDir that its container mounts, and one that none does.
+/// Returns a pod with a ConfigMap and an emptyDir that its container mounts, and another unmounted volume.
 fn restorable() -> core::Pod {
     pod(json!({
         "containers": [{"name": "c", "volumeMounts": [
@@ -517,7 +517,7 @@ fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_b
     assert_eq!(restored(), [("conf".to_owned(), Loss::Folder), ("scratch".to_owned(), Loss::Data)]);
     assert_eq!((read("a"), volumes.path("scratch").is_dir()), ("1".to_owned(), true));
     assert!(restored().is_empty());
-    // Emptied, but for the folder itself, and but for what has no ordinary name.
+    // All entries with an ordinary name are removed, but not the folder itself.
     for file in fs::read_dir(volumes.path("conf")).unwrap().flatten() {
         let path = file.path();
         let _ = fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path));

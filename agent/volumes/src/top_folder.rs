@@ -1,5 +1,5 @@
-//! The top folder of a volume that the agent makes: its modes, and the check that a Secret's memory is
-//! mounted.
+//! The top folder of a volume that the agent makes: the folder's modes, and the check that a Secret's file
+//! system in memory is mounted.
 
 use std::{os::fd::OwnedFd, path::Path};
 
@@ -11,18 +11,18 @@ use rustix::{
 
 use crate::{error::Error, mounts};
 
-/// Makes a volume's top folder. Containers of any user may look into it.
+/// Makes a volume's top folder, which containers of any user may read.
 pub(crate) fn make_top(path: &Path) -> Result<(), Error> {
     if let Some(parent) = path.parent() {
         make_folder(parent, PRIVATE)?;
     }
     make_folder(path, READABLE)?;
-    // An earlier instance of the agent may have made it, under another umask.
+    // An earlier instance of the agent may have made the folder under another umask.
     add_mode(path, READABLE)
 }
 
-/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By
-/// its descriptor: a container may have put a link in its place.
+/// Adds bits to the mode of a folder, which keeps the bits that it got with its group. Uses the folder's
+/// descriptor: a container may have replaced the folder by a link.
 pub(crate) fn add_mode(path: &Path, more: u32) -> Result<(), Error> {
     let failed = |e: Errno| Error::io("set the mode of", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -31,9 +31,9 @@ pub(crate) fn add_mode(path: &Path, more: u32) -> Result<(), Error> {
     rustix::fs::fchmod(&folder, Mode::from_raw_mode(mode)).map_err(failed)
 }
 
-/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
-/// though it should be: a volume's memory may be unmounted at any time, and a secret must not be written to
-/// the disk below.
+/// Opens the top folder of a volume of objects. Returns None if the folder is missing, or is not in memory
+/// although it should be: the file system in memory may be unmounted at any time, and the agent must not write
+/// a secret to the disk below.
 pub(crate) fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, Error> {
     let failed = |e: Errno| Error::io("open", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

@@ -1,4 +1,4 @@
-//! Volumes of kinds that no plugin supports: refused in words that name the reason.
+//! Refuses volumes of kinds that no plugin supports, with the reason.
 
 use std::path::PathBuf;
 
@@ -10,11 +10,11 @@ use crate::{
     plugin::{Location, Spec, Target, VolumePlugin},
 };
 
-/// Every volume that the other plugins leave.
+/// Plugin of all volumes without another plugin.
 #[derive(Debug)]
 pub(crate) struct UnsupportedVolumes;
 
-/// The kubelet's word for a plugin that it does not know.
+/// The kubelet's name of an unknown plugin.
 pub(crate) const NAME: &str = "N/A";
 
 impl VolumePlugin for UnsupportedVolumes {
@@ -37,9 +37,9 @@ impl VolumePlugin for UnsupportedVolumes {
         _left: &mut Allowance,
     ) -> Result<Option<PathBuf>, Error> {
         Err(Error::unmet(match spec.claimed {
-            Some(_) => "beelet can't mount PersistentVolumes of this kind",
+            Some(_) => "beelet cannot mount PersistentVolumes of this kind",
             None if spec.volume.git_repo.is_some() => removed_kinds::GIT_REPO,
-            None => "beelet can't make volumes of this kind",
+            None => "beelet cannot make volumes of this kind",
         }))
     }
 }

@@ -1,5 +1,6 @@
-//! The drivers of `flexVolume`: programs in a folder of the machine's, which root has put there. Called
-//! without a shell, for a bounded time, and heard for so many bytes: they may be wrong in any way.
+//! The drivers of `flexVolume`: programs that root installed in a folder of the machine. The agent runs a
+//! driver without a shell, with a time limit and a maximum size of the output: drivers may be faulty in any
+//! way.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,33 +17,34 @@ use beelet_policy::volumes::flex_volume::{self as policy, Answer, Capabilities, 
 
 use crate::{Error, disk};
 
-/// How long a driver may take to say what it can.
+/// Time limit for a driver's `init`, which returns its capabilities.
 const INIT: Duration = Duration::from_secs(30);
-/// How long anything else may take: what the kubelet waits for a volume to be attached.
+/// Time limit for other commands: the time that the kubelet waits for a volume to be attached.
 const LONG: Duration = Duration::from_secs(600);
-/// What may make or mend a file system, or has to write one out: it has as long as the agent's own tools.
+/// Commands that may format, repair or write back a file system: they have the time limit of the agent's own
+/// tools.
 const OF_DISK: [&str; 4] = ["mountdevice", "mount", "unmount", "unmountdevice"];
-/// The longest answer, in bytes.
+/// Maximum size of an answer in bytes.
 const ANSWER: usize = 64 << 10;
 
-/// The drivers in a folder, as they are found there.
+/// The drivers in a folder.
 #[derive(Debug)]
 pub(crate) struct Drivers {
     folder: PathBuf,
     known: Mutex<BTreeMap<String, Arc<Driver>>>,
 }
 
-/// A driver that was called, and has said what it can.
+/// A driver whose `init` has returned its capabilities.
 #[derive(Debug)]
 pub(crate) struct Driver {
     program: PathBuf,
     version: Version,
     pub(crate) capabilities: Capabilities,
-    /// The commands that it has not.
+    /// Commands that the driver does not support.
     unsupported: Mutex<BTreeSet<&'static str>>,
 }
 
-/// What tells a program from one that took its place.
+/// Facts about a program's file that change if another program replaces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Version {
     file: (u64, u64),
@@ -51,7 +53,7 @@ struct Version {
 }
 
 impl Version {
-    /// That of the program at `path`. None: there is none.
+    /// Returns the version of the program at `path`; None if the program is missing.
     fn of(path: &Path) -> Option<Self> {
         let found = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
         let (file, changed) = ((found.dev(), found.ino()), (found.ctime(), found.ctime_nsec()));
@@ -68,13 +70,13 @@ impl Drivers {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A driver by its name; one that is new, or was replaced, is asked what it can.
+    /// Returns a driver by its name, after calling the `init` of a new or replaced driver.
     pub(crate) fn get(&self, name: &str) -> Result<Arc<Driver>, Error> {
-        let folder = policy::folder_of(name).ok_or_else(|| no_driver(name, "no driver can be called so"))?;
+        let folder = policy::folder_of(name).ok_or_else(|| no_driver(name, "invalid name of a driver"))?;
         let program = self.folder.join(&folder).join(policy::program_of(&folder));
         let Some(version) = Version::of(&program) else {
             self.known().remove(name);
-            return Err(no_driver(name, &format!("there is no {}", program.display())));
+            return Err(no_driver(name, &format!("{} is missing", program.display())));
         };
         if let Some(known) = self.known().get(name).filter(|known| known.version == version) {
             return Ok(Arc::clone(known));
@@ -90,12 +92,12 @@ impl Drivers {
     }
 }
 
-/// The kubelet's words, and why.
+/// Returns the kubelet's message with the cause.
 fn no_driver(name: &str, why: &str) -> Error {
     Error::unmet(format!("no volume plugin matched (flexVolume driver {name:?}: {why})"))
 }
 
-/// How long a command may take.
+/// Returns the time limit for a command.
 fn time_for(command: &str) -> Duration {
     match command {
         "init" => INIT,
@@ -109,29 +111,31 @@ impl Driver {
         self.unsupported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a command carried out that is told no secrets; None if the driver has it not.
-    pub(crate) fn call(&self, command: &'static str, told: &[&OsStr]) -> Result<Option<Answer>, Error> {
-        self.call_with(command, told, &[])
+    /// Runs a command without secrets among its arguments. Returns None if the driver does not support the
+    /// command.
+    pub(crate) fn call(&self, command: &'static str, arguments: &[&OsStr]) -> Result<Option<Answer>, Error> {
+        self.call_with(command, arguments, &[])
     }
 
-    /// Has a command carried out; None if the driver has it not. Of what it is told, the `secrets` are in no
-    /// error, though a driver may say them: a shell's `set -x` does, and errors become events.
+    /// Runs a command. Returns None if the driver does not support the command. Errors, which become events,
+    /// never contain the `secrets` of the arguments, although a driver may print them (a shell's `set -x`
+    /// does).
     pub(crate) fn call_with(
         &self,
         command: &'static str,
-        told: &[&OsStr],
+        arguments: &[&OsStr],
         secrets: &[String],
     ) -> Result<Option<Answer>, Error> {
         if self.unsupported().contains(command) {
             return Ok(None);
         }
-        // A driver reads its words by their places: none can be an option.
-        let program = Program::at(&self.program).flag(command).positional(told);
+        // A driver reads its arguments by position, so no argument can become an option.
+        let program = Program::at(&self.program).flag(command).positional(arguments);
         let Ended { status, output, .. } = disk::run(&program, time_for(command), ANSWER)?;
         match policy::read_answer(command, &output, secrets) {
             Ok(answer) if status.success() => Ok(Some(answer)),
             Ok(_) => {
-                Err(Error::unmet(format!("{command} command failed ({status}), though it said Success")))
+                Err(Error::unmet(format!("{command} command failed ({status}) although it reported Success")))
             }
             Err(Refusal::NotSupported) => {
                 self.unsupported().insert(command);
@@ -152,7 +156,7 @@ mod tests {
     fn install(folder: &Path, script: &str) {
         let place = folder.join("v~d");
         fs::create_dir_all(&place).unwrap();
-        // A new file each time: one that runs can't be written.
+        // A new file each time: a running program cannot be written.
         let temporary = place.join("new");
         fs::write(&temporary, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o755)).unwrap();
@@ -165,7 +169,7 @@ mod tests {
         let drivers = Drivers::new(dir.path());
         let none = drivers.get("v/d").unwrap_err().to_string();
         assert!(none.starts_with("no volume plugin matched") && none.contains("v~d/d"), "{none}");
-        assert!(drivers.get("../d").unwrap_err().to_string().contains("can be called so"));
+        assert!(drivers.get("../d").unwrap_err().to_string().contains("invalid name of a driver"));
         let calls = dir.path().join("calls");
         let says = |answer: &str| format!("echo \"$@\" >> {}; echo '{answer}'", calls.display());
         install(dir.path(), &says(r#"{"status": "Success", "capabilities": {"attach": false}}"#));
@@ -199,7 +203,7 @@ mod tests {
             assert!(why.contains(words) && !why.contains("secret") && why.len() < 3000, "{why}");
         };
         fails("mount", "mount command failed, status: Failure, reason: no disk (exit status: 1)");
-        fails("unmount", "though it said Success");
+        fails("unmount", "although it reported Success");
         fails("waitforattach", "cannot be read");
         assert_eq!(driver.call("attach", &[]).unwrap(), None);
         assert_eq!(driver.call("attach", &[]).unwrap(), None);

@@ -1,4 +1,4 @@
-//! Drivers that note what they are called with, and mount nothing: with mounts, `tests/tests/tier1/flex.rs`.
+//! Drivers that record their arguments and mount nothing. `tests/tests/tier1/flex.rs` has the tests with mounts.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A node with one driver, `v/d`, and the pods' folders.
+/// A node with the driver `v/d` and the pods' folders.
 struct Node {
     dir: tempfile::TempDir,
     in_use: VolumesInUse,
 }
 
 impl Node {
-    /// The driver answers each command as `script` says; what it doesn't, it has not.
+    /// Makes a node whose driver answers commands by `script` and does not support other commands.
     fn new(script: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().join("drivers/v~d");
@@ -37,7 +37,7 @@ impl Node {
         self.dir.path().join("pods")
     }
 
-    /// What the driver was called with, the first words of each call, and forgets it.
+    /// Returns the arguments of the driver's calls since the last time.
     fn calls(&self) -> Vec<Vec<String>> {
         let text = fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default();
         fs::write(self.dir.path().join("calls"), "").unwrap();
@@ -93,7 +93,7 @@ fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
     });
     assert_eq!(told, expected);
     assert!(!volumes.is_measured(&folder, &place) && volumes.may_relabel(&folder, &place));
-    // An agent that knows nothing else takes it away, and once.
+    // An agent without any other state releases the volume, and only once.
     let volumes = node.volumes();
     volumes.release(&folder).unwrap();
     volumes.release(&folder).unwrap();
@@ -114,7 +114,7 @@ fn a_driver_that_can_not_holds_its_pod_until_it_can() {
     let why = set_up().unwrap_err().to_string();
     assert!(why.contains("mount command failed, status: Failure, reason: busy"), "{why}");
     assert!(!folder.join("volumes/v~d/data").exists());
-    // What it may have done all the same is taken away; nothing is there, so nobody is asked.
+    // The release covers everything that the failed call may have done; without a mount, it calls no driver.
     volumes.release(&folder).unwrap();
     let healed = node.dir.path().join("drivers/v~d/healed");
     fs::write(&healed, "").unwrap();
@@ -122,7 +122,7 @@ fn a_driver_that_can_not_holds_its_pod_until_it_can() {
     fs::remove_file(&healed).unwrap();
     let why = volumes.release(&folder).unwrap_err().to_string();
     assert!(why.contains("reason: busy") && place.exists(), "{why}");
-    // Nor does it go without its driver.
+    // The release fails without the driver.
     let driver = node.dir.path().join("drivers/v~d/d");
     let away = node.dir.path().join("away");
     fs::rename(&driver, &away).unwrap();
@@ -147,21 +147,21 @@ fn a_device_is_attached_for_the_first_pod_and_detached_with_the_last() {
     }
     let calls = node.calls();
     let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
-    // The driver mounts nothing here, so that it is asked again for the second pod.
+    // The driver mounts nothing here, so the second pod calls it again.
     let once = ["attach", "waitforattach", "mountdevice", "mount"];
     assert_eq!(commands, [&["init"][..], &once, &once].concat());
     let device = node.dir.path().join("kubelet/plugins/kubernetes.io/flexvolume/v/d/mounts/data");
     assert_eq!((&*calls[1][2], &*calls[2][1]), ("n1", "/dev/x"));
     assert_eq!((&*calls[3][1], &*calls[3][2]), (&*device.display().to_string(), "/dev/y"));
     assert!(!calls[3][3].contains("password"), "the Secret is for mounts alone");
-    // One of the same name with other options is another volume.
+    // A device of the same name with other options is another volume.
     let mut other = wanted;
     other.volume.options.insert("size".to_owned(), "2m".to_owned());
     let third = node.pods().join("u3");
     let why = volumes.mount_for_pod(&third, &pod("u3"), &other, None).unwrap_err().to_string();
     assert!(why.contains("with other options"), "{why}");
     volumes.release(&third).unwrap();
-    // What is on disk is in use, also after a restart.
+    // Recorded volumes are in use after a restart, too.
     let volumes = node.volumes();
     assert_eq!(node.names_in_use(), ["v/d/data"]);
     drop(node.calls());
@@ -194,19 +194,19 @@ fn a_volume_never_gets_the_device_of_another_of_its_name() {
     };
     set_up(0, "1m").unwrap();
     assert!(set_up(1, "2m").unwrap_err().to_string().contains("with other options"));
-    assert!(!records::exists(&record(1)), "who is refused has no part in it");
+    assert!(!records::exists(&record(1)), "a refused pod has no record");
     drop(node.calls());
     volumes.release(&folders[0]).unwrap();
     assert_eq!((node.commands(), known()), (vec!["unmount".to_owned(), "detach".to_owned()], None));
     set_up(1, "2m").unwrap();
     assert_eq!(known().as_deref(), Some("2m"));
-    // A pod whose folder went without its driver leaves the device behind.
+    // A pod whose folder was removed without its driver leaves the device behind.
     fs::remove_dir_all(&folders[1]).unwrap();
     drop(node.calls());
     set_up(2, "1m").unwrap();
     assert_eq!(node.commands(), ["detach", "attach", "mountdevice", "mount"]);
     assert_eq!(known().as_deref(), Some("1m"));
-    // A folder that has lost its record holds nothing.
+    // A folder without a record holds nothing.
     fs::create_dir_all(record(3)).unwrap();
     volumes.release(&folders[2]).unwrap();
     assert_eq!((node.commands(), known()), (vec!["unmount".to_owned(), "detach".to_owned()], None));
@@ -233,7 +233,7 @@ fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
     let calls = node.calls();
     let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
     assert_eq!(commands, ["init", "waitforattach", "mountdevice", "mount"]);
-    assert_eq!(calls[2][2], "/dev/z", "a driver without waitforattach has the device that was told");
+    assert_eq!(calls[2][2], "/dev/z", "a driver without waitforattach gets the controller's device");
     volumes.release(&folder).unwrap();
     assert_eq!(node.commands(), ["unmount"]);
     assert_eq!(node.names_in_use(), ["v/d/data"], "another pod waits for it");
@@ -252,16 +252,16 @@ fn no_program_is_started_for_a_file_system_that_needs_a_helper() {
     }
     let path = format!("PATH={}:{}", dir.path().display(), std::env::var("PATH").unwrap());
     if !beelet_testing::again::in_child(module_path!(), name, &["env", &path]) {
-        // That of ext4.
+        // Magic number of ext4.
         assert_eq!(fs::read_to_string(dir.path().join("calls")).unwrap(), "blkid\n");
         return;
     }
     let fails = |kind: &str| {
-        // What the driver says of the device is no more its own choice than the type is.
+        // Neither the driver nor the volume may choose a helper by the device or the type.
         let node = Node::new("init|attach) echo '{\"status\": \"Success\", \"device\": \"/no/disk\"}';;");
         let wanted = wanted(&json!({ "fsType": kind }));
         let failed = node.volumes().mount_for_pod(&node.pods().join("u1"), &pod("u1"), &wanted, None);
-        assert!(node.calls().iter().any(|call| call[0] == "mountdevice"), "the driver leaves it to others");
+        assert!(node.calls().iter().any(|call| call[0] == "mountdevice"), "the driver does not mount");
         failed.unwrap_err().to_string()
     };
     for kind in ["fuse.sh", "nfs", "ext4,fuse.sh", "-o", "a/b", "auto"] {
@@ -282,7 +282,7 @@ fn hostile_names_lead_nowhere() {
         let why = volumes.mount_for_pod(&folder, pod, &wanted, None).unwrap_err().to_string();
         assert!(why.contains(words), "{why}");
     };
-    refused(&|volume| volume.name = "../x".to_owned(), &pod("u1"), "is no name");
+    refused(&|volume| volume.name = "../x".to_owned(), &pod("u1"), "is not the name");
     refused(&|volume| volume.driver = "../v/d".to_owned(), &pod("u1"), "no volume plugin matched");
     refused(&|volume| volume.driver = "kubernetes.io/csi".to_owned(), &pod("u1"), "no volume plugin matched");
     let mut namesake = pod("u1");
@@ -290,5 +290,5 @@ fn hostile_names_lead_nowhere() {
     refused(&|_| {}, &namesake, "rename it");
     assert!(!folder.exists());
     let failed = |device: &str| mount_disk(device, Path::new("/nowhere"), &wanted(&json!({})).volume);
-    assert!(failed("-o").unwrap_err().to_string().contains("is no path of a device"));
+    assert!(failed("-o").unwrap_err().to_string().contains("is not the path of a device"));
 }

@@ -1,5 +1,5 @@
-//! Disks on Fibre Channel: found by udev's links, after a look of the kernel's at its buses where they aren't
-//! there yet.
+//! Disks on Fibre Channel: found by udev's links, after the kernel has rescanned its buses if the links do not
+//! exist yet.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use tracing::debug;
 use super::machine::Machine;
 use crate::Error;
 
-/// The disk's device: that of multipath, if it has several paths.
+/// Finds the disk's device: the multipath device if the disk has several paths.
 pub(crate) fn find(machine: &Machine, disk: &FcDisk) -> Result<PathBuf, Error> {
     let mut single = None;
     for scan in [false, true] {
@@ -26,7 +26,7 @@ pub(crate) fn find(machine: &Machine, disk: &FcDisk) -> Result<PathBuf, Error> {
     single.ok_or_else(|| Error::unmet("no fc disk found"))
 }
 
-/// The links that lead to a disk.
+/// Returns the links that lead to a disk.
 fn links_of(machine: &Machine, disk: &FcDisk) -> Vec<PathBuf> {
     let is_it = |name: &str| match &disk.unit {
         Some((targets, unit)) => targets.iter().any(|target| policy::is_fc_path(name, target, *unit)),
@@ -37,18 +37,18 @@ fn links_of(machine: &Machine, disk: &FcDisk) -> Vec<PathBuf> {
     links.map(|(_, path)| path).collect()
 }
 
-/// Has the kernel look for disks on all its buses.
+/// Makes the kernel rescan all its buses for disks.
 fn scan_all(machine: &Machine) {
     let hosts = machine.sys.join("class/scsi_host");
     for host in machine.names(&hosts) {
         let scan = hosts.join(&host).join("scan");
-        if let Err(why) = machine.tell(&scan, "- - -") {
-            debug!(host, "a bus can't be looked at: {why}");
+        if let Err(why) = machine.write(&scan, "- - -") {
+            debug!(host, "cannot rescan a bus: {why}");
         }
     }
 }
 
-/// Has the kernel forget the disk that was this device.
+/// Deletes the disk with this device from the kernel.
 pub(crate) fn forget(machine: &Machine, device: &Path) {
     let Some(name) = machine.name_of(device) else { return };
     if name.starts_with("dm-") {

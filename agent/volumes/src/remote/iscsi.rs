@@ -1,5 +1,5 @@
-//! Disks on iSCSI: logged in to by `iscsiadm`, found by udev's links, logged out from with the last of a
-//! target.
+//! Disks on iSCSI: `iscsiadm` logs in to the target, udev's links lead to the disk, and `iscsiadm` logs out
+//! after the last disk of the target.
 
 use std::{collections::BTreeMap, path::PathBuf, process::ExitStatus, time::Duration};
 
@@ -10,28 +10,28 @@ use tracing::warn;
 use super::machine::Machine;
 use crate::{Error, disk};
 
-/// Rounds over the portals that don't answer, until there are two, and at all.
+/// Rounds over the portals that do not answer: maximum once two portals answer, and overall maximum.
 const ROUNDS_FOR_TWO: usize = 2;
 const ROUNDS: usize = 5;
-/// How long multipath may take to make one device of several.
+/// Time limit for multipath to combine several devices.
 const MULTIPATH: Duration = Duration::from_secs(10);
-/// The most bytes of what iscsiadm says.
+/// Maximum size of iscsiadm's output in bytes.
 const SAID: usize = 16 << 10;
-/// iscsiadm(8): no session was found, there is one already, nothing was found to work on.
+/// Exit codes of iscsiadm(8): session not found; session exists already; no records found.
 const NO_SESSION: i32 = 2;
 const EXISTS: i32 = 15;
 const NOTHING: i32 = 21;
 
-/// A disk that is being had.
+/// A disk whose target is logged in to or out from.
 pub(crate) struct Login<'a> {
     pub(crate) machine: &'a Machine,
     pub(crate) disk: &'a IscsiDisk,
-    /// What is in its Secret.
+    /// Content of the volume's Secret.
     pub(crate) secret: &'a BTreeMap<String, String>,
 }
 
 impl Login<'_> {
-    /// The disk's device, by as many portals as answer: that of multipath, if it made one.
+    /// Finds the disk's device by all portals that answer: the multipath device, if multipath made one.
     pub(crate) fn find(&self) -> Result<PathBuf, Error> {
         let Self { machine, disk, .. } = self;
         let shown = succeed(&interface(self.machine, &disk.base_interface).setting("-o", "show"))?;
@@ -67,7 +67,7 @@ impl Login<'_> {
         Ok(made.unwrap_or(first))
     }
 
-    /// The link to the disk by one portal, which is logged in to if it isn't.
+    /// Returns the link to the disk by a portal, after logging in to the portal if necessary.
     fn reach(&self, portal: &str, transport: &str) -> Result<PathBuf, Error> {
         let Self { machine, disk, .. } = self;
         let mut hosts = hosts(machine, &disk.target);
@@ -78,9 +78,9 @@ impl Login<'_> {
         let host = hosts.get(portal).ok_or_else(|| {
             Error::unmet(format!("could not get SCSI host number for portal {portal} after logging in"))
         })?;
-        // That unit alone: others are nobody's business, and would stay when they go.
+        // Scans only this unit: other units would appear too, and stay after their removal from the target.
         let scan = machine.sys.join(format!("class/scsi_host/host{host}/scan"));
-        machine.tell(&scan, &format!("0 0 {}", disk.unit))?;
+        machine.write(&scan, &format!("0 0 {}", disk.unit))?;
         let link = || {
             let mut links = machine.links("by-path").into_iter();
             let link = links.find(|(name, _)| policy::is_iscsi_path(name, disk, portal, transport));
@@ -98,7 +98,7 @@ impl Login<'_> {
         let discovery = discovery.setting("-p", portal).setting("-I", interface);
         let any_interface = self.node(portal);
         let node = any_interface.clone().setting("-I", interface);
-        // One that is there already will do.
+        // An existing record is sufficient.
         let _ = run(&discovery.clone().setting("-o", "new"));
         if self.disk.chap_discovery {
             self.chap(&discovery, "discovery.sendtargets.auth.authmethod", false)?;
@@ -107,7 +107,7 @@ impl Login<'_> {
             let _ = run(&discovery.setting("-o", "delete"));
             return Err(Error::unmet(format!("iscsi: failed to sendtargets to portal {portal}: {why}")));
         }
-        // Else the kernel finds all units of the target, others' too.
+        // Otherwise the kernel scans all units of the target, including units of other users.
         wish(&updated(&node, "node.session.scan", "manual"));
         if self.disk.chap_session {
             self.chap(&node, "node.session.auth.authmethod", true)?;
@@ -116,28 +116,28 @@ impl Login<'_> {
             let _ = run(&node.setting("-o", "delete"));
             return Err(Error::unmet(format!("iscsi: failed to attach disk: {why}")));
         }
-        // A machine that boots must not wait for it.
+        // The machine must not wait for the target at boot.
         wish(&updated(&any_interface, "node.startup", "manual"));
         Ok(())
     }
 
-    /// What is known of the target at a portal.
+    /// Returns the call of iscsiadm for the record of the target at a portal.
     fn node(&self, portal: &str) -> Program {
         iscsiadm(self.machine, "node").setting("-p", portal).setting("-T", &self.disk.target)
     }
 
-    /// Says who the node is.
+    /// Sets the credentials (CHAP).
     fn chap(&self, to: &Program, method: &str, of_session: bool) -> Result<(), Error> {
         let settings = [(method, "CHAP")].into_iter().chain(policy::chap(of_session, self.secret));
         for (key, value) in settings {
-            let told = succeed(&updated(to, key, value));
-            // What iscsiadm says may have the value in it.
-            told.map_err(|_| Error::unmet(format!("iscsi: failed to update {key:?} for CHAP")))?;
+            let set = succeed(&updated(to, key, value));
+            // Omits iscsiadm's output, which may contain the value.
+            set.map_err(|_| Error::unmet(format!("iscsi: failed to update {key:?} for CHAP")))?;
         }
         Ok(())
     }
 
-    /// Makes an interface like that which is there, with an initiator's name of its own.
+    /// Makes a copy of the shown interface with its own initiator name.
     fn make_interface(&self, shown: &str, initiator: &str) -> Result<(), Error> {
         let settings = policy::interface_like(shown, initiator).map_err(Error::unmet)?;
         let interface = interface(self.machine, &self.disk.interface);
@@ -161,7 +161,7 @@ impl Login<'_> {
         }
     }
 
-    /// Has the kernel forget the disk, and, if nobody has another one of the target, logs out.
+    /// Deletes the disk from the kernel. Logs out if the disk is the last one of its target.
     pub(crate) fn forget(&self, is_last: bool) -> Result<(), Error> {
         let Self { machine, disk, .. } = self;
         let devices = devices_of(machine, disk);
@@ -183,22 +183,22 @@ impl Login<'_> {
     }
 }
 
-/// iscsiadm in one of its modes.
+/// Returns the call of iscsiadm in a mode.
 fn iscsiadm(machine: &Machine, mode: &'static str) -> Program {
     machine.program("iscsiadm").setting("-m", mode)
 }
 
-/// What is known of an interface.
+/// Returns the call of iscsiadm for the record of an interface.
 fn interface(machine: &Machine, name: &str) -> Program {
     iscsiadm(machine, "iface").setting("-I", name)
 }
 
-/// The same with a setting that is changed.
+/// Returns the call that changes a setting of a record.
 fn updated(of: &Program, key: &str, value: &str) -> Program {
     of.clone().setting("-o", "update").setting("-n", key).setting("-v", value)
 }
 
-/// Does what may be done already.
+/// Runs a call that releases a session or a record. Treats "not found" as success.
 fn let_go(program: &Program) -> Result<(), Error> {
     let (status, said) = run(program)?;
     if status.success() || matches!(status.code(), Some(NO_SESSION | NOTHING)) {
@@ -207,14 +207,14 @@ fn let_go(program: &Program) -> Result<(), Error> {
     Err(Error::unmet(format!("iscsi: failed to detach disk: {} ({status})", said.trim())))
 }
 
-/// Does what is good to have.
+/// Runs an optional call; a failure is only logged.
 fn wish(program: &Program) {
     if let Err(why) = succeed(program) {
         warn!("{why}");
     }
 }
 
-/// What iscsiadm says, if it succeeds.
+/// Runs iscsiadm and returns its output, or an error with the output if it fails.
 fn succeed(program: &Program) -> Result<String, Error> {
     match run(program)? {
         (status, said) if status.success() => Ok(said),
@@ -227,7 +227,7 @@ fn run(program: &Program) -> Result<(ExitStatus, String), Error> {
     Ok((status, String::from_utf8_lossy(&output).into_owned()))
 }
 
-/// A session with a target: the number of its SCSI host, and where the kernel shows it.
+/// Returns the sessions with a target: the number of the SCSI host and the path in sysfs.
 fn sessions(machine: &Machine, target: &str) -> Vec<(u32, PathBuf)> {
     let all = machine.sys.join("class/iscsi_host");
     let mut found = Vec::new();
@@ -245,7 +245,7 @@ fn sessions(machine: &Machine, target: &str) -> Vec<(u32, PathBuf)> {
     found
 }
 
-/// The SCSI hosts of a target's sessions, by portal.
+/// Returns the SCSI hosts of a target's sessions, by portal.
 fn hosts(machine: &Machine, target: &str) -> BTreeMap<String, u32> {
     let mut hosts = BTreeMap::new();
     for (number, session) in sessions(machine, target) {
@@ -263,7 +263,7 @@ fn hosts(machine: &Machine, target: &str) -> BTreeMap<String, u32> {
     hosts
 }
 
-/// The kernel's names of a disk, one for each session with its target.
+/// Returns the kernel's names of a disk, one for each session with its target.
 fn devices_of(machine: &Machine, disk: &IscsiDisk) -> Vec<String> {
     let unit = |(number, session): (u32, PathBuf)| {
         let place = format!("target{number}:0:0/{number}:0:0:{}/block", disk.unit);

@@ -1,5 +1,5 @@
-//! The machine's disks as the kernel and udev show them: which device a link leads to, and what is made of
-//! it. Names and texts are bounded: a target may offer anything.
+//! The machine's disks as the kernel and udev show them: the devices of links and the multipath devices over
+//! them. Names and texts have a maximum size: a target may offer anything.
 
 use std::{
     fs,
@@ -12,31 +12,31 @@ use tracing::warn;
 
 use crate::{Error, disk};
 
-/// How long a disk may take to show itself.
+/// Time limit for a disk to appear.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How often it is looked for meanwhile.
+/// Time between two checks for a disk.
 const LOOK: Duration = Duration::from_millis(250);
-/// The most names that are read of a folder, and bytes of a file.
+/// Maximum number of names read from a folder, and of bytes read from a file.
 const NAMES: usize = 10_000;
 const BYTES: u64 = 4096;
 
-/// The machine; another one in tests.
+/// The machine, or a simulated one in tests.
 #[derive(Clone, Debug)]
 pub(crate) struct Machine {
     pub(crate) sys: PathBuf,
     pub(crate) dev: PathBuf,
-    /// Where programs are; None: in the PATH.
+    /// Folder of the programs; None for the `PATH`.
     pub(crate) programs: Option<PathBuf>,
     pub(crate) patience: Duration,
 }
 
 impl Machine {
-    /// This machine.
+    /// Returns this machine.
     pub(crate) fn own() -> Self {
         Self { sys: "/sys".into(), dev: "/dev".into(), programs: None, patience: PATIENCE }
     }
 
-    /// A program of the machine's.
+    /// Returns a program of the machine.
     pub(crate) fn program(&self, name: &'static str) -> Program {
         match &self.programs {
             Some(folder) => Program::at(&folder.join(name)),
@@ -44,7 +44,7 @@ impl Machine {
         }
     }
 
-    /// The names in a folder, sorted; none if it isn't there.
+    /// Returns the names in a folder, sorted; empty if the folder is missing.
     pub(crate) fn names(&self, folder: &Path) -> Vec<String> {
         let entries = fs::read_dir(folder).into_iter().flatten().flatten().take(NAMES);
         let mut names: Vec<String> =
@@ -53,30 +53,30 @@ impl Machine {
         names
     }
 
-    /// The text of a file of the kernel's, without blanks around it.
+    /// Reads a file of the kernel, trimmed.
     pub(crate) fn text(&self, path: &Path) -> Option<String> {
         Some(kernel_file::read_to_string_within(path, BYTES).ok()?.trim().to_owned())
     }
 
-    /// Writes a word into a file of the kernel's.
-    pub(crate) fn tell(&self, path: &Path, word: &str) -> Result<(), Error> {
+    /// Writes a word to a file of the kernel.
+    pub(crate) fn write(&self, path: &Path, word: &str) -> Result<(), Error> {
         kernel_file::write(path, word).map_err(Error::io("write to", path))
     }
 
-    /// The links in `/dev/disk/<by>`, with where they are.
+    /// Returns the names and paths of the links in `/dev/disk/<by>`.
     pub(crate) fn links(&self, by: &str) -> Vec<(String, PathBuf)> {
         let folder = self.dev.join("disk").join(by);
         self.names(&folder).into_iter().map(|name| (name.clone(), folder.join(name))).collect()
     }
 
-    /// The kernel's name of the device that a path leads to, such as `sda`.
+    /// Returns the kernel's name of the device that a path leads to, e.g. `sda`.
     pub(crate) fn name_of(&self, path: &Path) -> Option<String> {
         let real = path.canonicalize().ok()?;
         let name = real.strip_prefix(self.dev.canonicalize().ok()?).ok()?.to_str()?.to_owned();
         (!name.contains('/')).then_some(name)
     }
 
-    /// The multipath device that a device is a part of, or is.
+    /// Returns the multipath device that the device is, or is a path of.
     pub(crate) fn multipath(&self, path: &Path) -> Option<PathBuf> {
         let name = self.name_of(path)?;
         if name.starts_with("dm-") {
@@ -89,7 +89,7 @@ impl Machine {
         over.next().map(|name| self.dev.join(name))
     }
 
-    /// Waits until there is such a thing; None if it doesn't come.
+    /// Waits until `found` returns a value. Returns None if that takes longer than `patience`.
     pub(crate) fn wait_for<T>(&self, patience: Duration, found: impl Fn() -> Option<T>) -> Option<T> {
         let began = Instant::now();
         loop {
@@ -103,25 +103,25 @@ impl Machine {
         }
     }
 
-    /// Has the kernel forget devices, and what multipath made of them. What fails is told: nobody has them
-    /// mounted any more, and a new try has nothing to go by.
+    /// Deletes multipath devices and their disks from the kernel. Only logs failures: the disks are no longer
+    /// mounted, and a new attempt would not find them.
     pub(crate) fn forget(&self, devices: &[String], multipaths: &[PathBuf]) {
         for made in multipaths {
             let flush = self.program("multipath").flag("-f").operand(made);
             if let Err(why) = disk::succeed(&flush, disk::SHORT) {
-                warn!("a multipath device stays: {why}");
+                warn!("cannot flush multipath device {}: {why}", made.display());
             }
         }
         for name in devices {
             let flush = self.program("blockdev").flag("--flushbufs").operand(self.dev.join(name));
             if let Err(why) = disk::succeed(&flush, disk::SHORT) {
-                warn!(device = name, "a disk's buffers can't be written: {why}");
+                warn!(device = name, "cannot flush the buffers of a disk: {why}");
             }
             let delete = self.sys.join("block").join(name).join("device/delete");
             if delete.exists()
-                && let Err(why) = self.tell(&delete, "1")
+                && let Err(why) = self.write(&delete, "1")
             {
-                warn!(device = name, "a disk can't be taken from the kernel: {why}");
+                warn!(device = name, "cannot delete a disk from the kernel: {why}");
             }
         }
     }

@@ -1,5 +1,5 @@
-//! A machine of folders and files, and programs that change them as the real ones do: `iscsiadm` logs in to
-//! what listens, `multipath` flushes.
+//! A machine of folders and files, with programs that change them like the real ones: `iscsiadm` logs in to
+//! listening portals, `multipath` flushes.
 
 use std::{
     os::unix::fs::{PermissionsExt, symlink},
@@ -14,8 +14,8 @@ use super::*;
 
 const TARGET: &str = "iqn.2001-04.com.example:shelf";
 
-/// Logs in to portals whose name is a file in `listening`: each gets a session, whose number is the one in
-/// that file, and a disk for unit 1, `sd<number>`.
+/// Logs in to portals whose name is a file in `listening`: each portal gets a session with the number in that
+/// file, and a disk for unit 1, `sd<number>`.
 const ISCSIADM: &str = r#"
 echo "$@" >> $top/calls
 portal=; login=; logout=; show=
@@ -104,7 +104,7 @@ impl Fake {
         self.path("pods").join(uid)
     }
 
-    /// What the programs were called with, and forgets it.
+    /// Returns the calls of the programs since the last time.
     fn calls(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
         fs::write(self.path("calls"), "").unwrap();
@@ -119,7 +119,7 @@ impl Fake {
         self.in_use.subscribe().borrow().keys().cloned().collect()
     }
 
-    /// A multipath device of this name over these disks.
+    /// Makes a multipath device of this name over these disks.
     fn multipath(&self, name: &str, over: &[&str]) {
         for one in over {
             fs::create_dir_all(self.path("sys/block").join(name).join("slaves").join(one)).unwrap();
@@ -128,7 +128,7 @@ impl Fake {
     }
 }
 
-/// A claim's disk.
+/// Returns the disk of a claim.
 fn claimed(spec: &Value) -> RemoteWanted {
     let found = json!({"metadata": {"name": "pv-1"}, "spec": spec});
     let volume = policy::of_claim(&serde_json::from_value(found).unwrap(), false, "shop").unwrap().unwrap();
@@ -165,7 +165,7 @@ fn a_disk_is_logged_in_to_once_scanned_for_alone_and_logged_out_from_with_the_la
     ];
     assert_eq!(fake.calls(), expected);
     assert_eq!(fake.says("sys/class/scsi_host/host3/scan"), "0 0 1");
-    // A second pod, and an agent that knows nothing: nobody logs in again.
+    // A second pod and an agent without state do not log in again.
     let disks = fake.disks();
     assert_eq!(fake.names_in_use(), [format!("kubernetes.io/iscsi/10.0.0.1:{TARGET}:1")]);
     disks.mount_for_pod(&fake.pod("u2"), &wanted, None).unwrap();
@@ -193,7 +193,7 @@ fn another_disk_of_a_target_keeps_its_session() {
     disks.mount_for_pod(&fake.pod("u1"), &iscsi(&json!({})), None).unwrap();
     let mut other = iscsi(&json!({"lun": 2}));
     other.volume.name = "pv-2".to_owned();
-    // It has not come yet: what may have been done is given back all the same.
+    // The disk has not appeared yet: the agent releases everything that the attempt may have done.
     let why = disks.mount_for_pod(&fake.pod("u2"), &other, None).unwrap_err().to_string();
     assert!(why.contains("Timed out waiting"), "{why}");
     drop(fake.calls());
@@ -225,7 +225,7 @@ fn as_many_portals_as_answer_are_used_and_multipath_makes_one_device_of_them() {
     assert_eq!(calls.iter().filter(|call| call.contains("--logout")).count(), 3);
 }
 
-/// With two that answer, the third is tried twice.
+/// With two portals that answer, the third is tried twice.
 const ROUNDS_OF_ONE_THAT_IS_AWAY: usize = 2;
 
 #[test]
@@ -241,11 +241,11 @@ fn a_target_that_is_away_is_told_and_leaves_no_interface_behind() {
     let initiator = "iface.initiatorname -v iqn.2001-04.com.example:node";
     assert!(calls.contains(&format!("{interface} -o update -n {initiator}")), "{calls:?}");
     assert_eq!(calls.last().unwrap(), &format!("{interface} -o delete"));
-    // A pod that never had its disk goes, also from a node without iscsiadm.
+    // A pod that never had its disk can be released, even on a node without iscsiadm.
     fs::rename(fake.path("bin/iscsiadm"), fake.path("bin/away")).unwrap();
     disks.release(&fake.pod("u1")).unwrap();
     fs::rename(fake.path("bin/away"), fake.path("bin/iscsiadm")).unwrap();
-    // What iscsiadm refuses of a Secret is not in the error.
+    // The error does not contain the value of a Secret that iscsiadm refuses.
     let mut wanted = iscsi(&json!({"chapAuthDiscovery": true, "secretRef": {"name": "chap"}}));
     wanted.secret = BTreeMap::from([("discovery.sendtargets.auth.password".to_owned(), "refuse".to_owned())]);
     let why = disks.mount_for_pod(&fake.pod("u1"), &wanted, None).unwrap_err().to_string();
@@ -339,7 +339,7 @@ fn a_disk_is_formatted_and_mounted_once_for_all_pods_and_comes_off_with_the_last
     disks.release(&fake.pod("u2")).unwrap();
     assert!(!mounted.exists() && !mounts::is_mount_point(&places[1]).unwrap());
     assert!(fake.calls().iter().any(|call| call.contains("--logout")));
-    // What was written is there the next time: it is formatted once.
+    // The second mount shows the written file: the disk is formatted only once.
     let place = disks.mount_for_pod(&fake.pod("u3"), &wanted, None).unwrap();
     assert!(place.join("written").exists());
     disks.release(&fake.pod("u3")).unwrap();
