@@ -26,15 +26,15 @@ pub enum CgroupError {
     /// The systemd driver without systemd.
     #[error(
         "the cgroup driver is systemd, but systemd is not this machine's process 1 (/run/systemd/system is missing): set \
-         SystemdCgroup = false in the runtime's configuration and cgroupDriver: cgroupfs in ours, or mount that folder and \
-         /run/dbus if beelet runs in a container"
+         `SystemdCgroup = false` in the runtime's configuration and `cgroupDriver: cgroupfs` in the agent's, or mount that \
+         folder and /run/dbus if beelet runs in a container"
     )]
     NoSystemd,
     /// The systemd driver on version 1.
     #[error(
         "the cgroup driver is systemd, which beelet supports only on cgroup v2, but this machine's cgroups are {version}: \
-         boot with systemd.unified_cgroup_hierarchy=1, or set SystemdCgroup = false in the runtime's configuration and \
-         cgroupDriver: cgroupfs in ours"
+         boot with `systemd.unified_cgroup_hierarchy=1`, or set `SystemdCgroup = false` in the runtime's configuration and \
+         `cgroupDriver: cgroupfs` in the agent's"
     )]
     SystemdNeedsV2 {
         /// Version of the machine's cgroups.

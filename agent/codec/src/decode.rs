@@ -9,7 +9,7 @@ use serde_path_to_error::{Path, Segment};
 use super::error::Problem;
 
 /// Message about a field that an object does not have.
-const UNKNOWN: &str = "there is no such field; it has no effect (a misspelling?)";
+const UNKNOWN: &str = "unknown field; has no effect";
 
 /// Limit of type errors reported per manifest.
 const MAX_TYPE_ERRORS: usize = 10;

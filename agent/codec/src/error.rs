@@ -86,7 +86,7 @@ impl ManifestError {
     /// Creates the error of a file without a document, or with several.
     pub fn not_one(file: &str, documents: &[Document]) -> Self {
         let Some(second) = documents.get(1) else {
-            return Self::whole(file, "there is nothing in the file; a manifest is a v1 Pod");
+            return Self::whole(file, "the file has no object; a manifest is a v1 Pod");
         };
         let message = format!("one pod per file: this is the second of {} documents", documents.len());
         let reason = FieldError { at: Some(second.start()), field: String::new(), message };

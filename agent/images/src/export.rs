@@ -23,7 +23,7 @@ pub enum ExportError {
     #[error(transparent)]
     Runtime(#[from] beelet_cri::Error),
     /// The image does not exist.
-    #[error("image {0:?} does not exist; `beelet images ls` lists all images")]
+    #[error("image {0:?} not found; `beelet images ls` lists all images")]
     NotFound(String),
     /// The image has no name to export it under.
     #[error("cannot export image {0}: the image has no name")]

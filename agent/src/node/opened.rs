@@ -151,12 +151,12 @@ fn common_driver(
 ) -> Result<Option<CgroupDriver>> {
     match (configured, reported) {
         (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => bail!(
-            "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove cgroupDriver from the \
-             agent's configuration, or set SystemdCgroup = false in the runtime's configuration and restart the runtime"
+            "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove `cgroupDriver` from the \
+             agent's configuration, so that the agent uses the runtime's driver"
         ),
         (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => bail!(
-            "the container runtime's cgroup driver is cgroupfs, but the agent's is systemd; set SystemdCgroup = true in the \
-             runtime's configuration and restart the runtime, or remove cgroupDriver from the agent's configuration"
+            "the container runtime's cgroup driver is cgroupfs, but the agent's is systemd; remove `cgroupDriver` from the \
+             agent's configuration, so that the agent uses the runtime's driver"
         ),
         (configured, reported) => Ok(reported.or(configured)),
     }

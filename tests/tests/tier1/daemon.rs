@@ -280,8 +280,8 @@ fn with_another_cgroup_driver_than_the_runtimes_the_agent_refuses_to_start() {
     let status = agent.wait_for_exit().unwrap();
     let log = agent.log();
     assert!(!status.success(), "{log}");
-    let sentence = "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove cgroupDriver from the \
-                    agent's configuration, or set SystemdCgroup = false in the runtime's configuration and restart the runtime";
+    let sentence = "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove `cgroupDriver` from \
+                    the agent's configuration, so that the agent uses the runtime's driver";
     assert!(log.contains(sentence), "{log}");
     assert!(
         cgroup.dirs().iter().all(|dir| !dir.join("kubepods").exists()),

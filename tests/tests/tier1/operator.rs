@@ -112,7 +112,7 @@ fn a_dry_run_matches_the_later_apply_which_keeps_comments() {
         (Some(1), "pod/web created (dry run)\npod/wrong created (dry run), but rejected\n")
     );
     assert!(
-        dry.err.contains(&format!("line {line}: spec.containers[0].comand: there is no such field")),
+        dry.err.contains(&format!("line {line}: spec.containers[0].comand: unknown field")),
         "{}",
         dry.err
     );

@@ -131,10 +131,10 @@ pub(super) fn conditions(patient: &Patient) -> Vec<Finding> {
 
 pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
     let check = "sandbox image";
-    let Some((told, missing)) = &patient.runtime.sandbox else { return Vec::new() };
-    let here = told.iter().map(|image| Finding::ok(check, format!("{image} is present")));
+    let Some((present, missing)) = &patient.runtime.sandbox else { return Vec::new() };
+    let here = present.iter().map(|image| Finding::ok(check, format!("{image} is present")));
     match missing.first() {
-        None if told.is_empty() => {
+        None if present.is_empty() => {
             let version = patient.runtime.version.as_ref().ok();
             version
                 .zip(patient.runtime.pinned.as_ref())
@@ -191,34 +191,30 @@ fn judge_condition(
 pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
     const REFUSED: &str =
         "the runtime and the agent would use different cgroups for a pod; the agent refuses to start";
-    let Ok(told) = &patient.runtime.driver else { return Vec::new() };
-    vec![match (patient.config.cgroup_driver, told) {
-        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => Finding::missing(
-            "cgroup driver",
-            "the runtime uses systemd, the agent cgroupfs",
-            REFUSED,
-            "set `cgroupDriver: systemd` in the configuration",
-        ),
-        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => Finding::missing(
-            "cgroup driver",
-            "the runtime uses cgroupfs, the agent systemd",
-            REFUSED,
-            "set `SystemdCgroup = true` in the runtime's configuration (containerd: the runc options of the CRI plugin)",
-        ),
-        (configured, told) => {
-            let driver = told.or(configured).unwrap_or_default();
+    const REMEDY: &str =
+        "remove `cgroupDriver` from the agent's configuration, so that the agent uses the runtime's driver";
+    let Ok(reported) = &patient.runtime.driver else { return Vec::new() };
+    vec![match (patient.config.cgroup_driver, reported) {
+        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => {
+            Finding::missing("cgroup driver", "the runtime uses systemd, the agent cgroupfs", REFUSED, REMEDY)
+        }
+        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => {
+            Finding::missing("cgroup driver", "the runtime uses cgroupfs, the agent systemd", REFUSED, REMEDY)
+        }
+        (configured, reported) => {
+            let driver = reported.or(configured).unwrap_or_default();
             let word = match driver {
                 CgroupDriver::Cgroupfs => "cgroupfs",
                 CgroupDriver::Systemd => "systemd",
             };
-            let by = match (told, configured) {
+            let by = match (reported, configured) {
                 (Some(_), _) => "reported by the runtime",
                 (None, Some(_)) => {
                     "as configured; this runtime does not report its driver (containerd 2.0 does)"
                 }
                 (None, None) => {
-                    "assumed; this runtime does not report its driver (containerd 2.0 does): set `cgroupDriver` if it has \
-                     `SystemdCgroup = true`"
+                    "assumed; this runtime does not report its driver (containerd 2.0 does): set `cgroupDriver: systemd` if \
+                     the runtime has `SystemdCgroup = true`"
                 }
             };
             match Cgroups::discover(&patient.config.cgroup_root, driver) {
