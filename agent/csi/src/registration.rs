@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drivers_name_is_a_domains() {
+    fn a_drivers_name_is_a_domain_name() {
         let check = |name: &str, expected: bool| assert_eq!(is_name(name), expected, "{name:?}");
         check("ebs.csi.aws.com", true);
         check("a", true);

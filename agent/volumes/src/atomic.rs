@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_are_what_they_should_be_whatever_the_umask() {
+    fn modes_do_not_depend_on_the_umask() {
         let dir = tempfile::tempdir().unwrap();
         let file = PayloadFile { bytes: vec![].into(), mode: 0o466, owner: None };
         write(dir.path(), &[("a".to_owned(), file)].into(), None).unwrap();
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_have_another_mode_or_user_than_they_should_are_written_anew() {
+    fn files_with_a_wrong_mode_or_owner_are_rewritten() {
         let dir = tempfile::tempdir().unwrap();
         // An ordinary user may give files to itself and its group alone.
         let root = rustix::process::geteuid().is_root();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_out_of_the_folder_is_no_set_and_stays_as_it_is() {
+    fn links_out_of_the_folder_are_not_sets_and_stay() {
         let dir = tempfile::tempdir().unwrap();
         let (volume, outside) = (dir.path().join("v"), dir.path().join("outside"));
         fs::create_dir(&volume).unwrap();
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_is_not_looked_through_further_than_its_own_files() {
+    fn comparison_of_a_set_stops_at_a_foreign_file() {
         let dir = tempfile::tempdir().unwrap();
         let files = payload(&[("a", "1"), ("deep/b", "2")]);
         write(dir.path(), &files, None).unwrap();
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_writer_left_is_swept_up() {
+    fn remains_of_a_killed_writer_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("..2020_01_01_00_00_00.000000000/x")).unwrap();
         std::os::unix::fs::symlink("nowhere", dir.path().join(DATA_NEXT)).unwrap();

@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn config_maps_show_their_keys_or_those_that_are_asked_for() {
+    fn config_maps_show_all_or_the_requested_keys() {
         check(json!({"configMap": {"name": "m"}}), Ok(&["a=1:644", "b=2:644", "c=\u{fffd}:644"]));
         check(
             json!({"configMap": {"name": "m", "defaultMode": 0o400, "items": [{"key": "a", "path": "x/y"}, {"key": "b", "path": "z", "mode": 0o755}]}}),
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_nobody_gives_is_empty_where_pods_do_without() {
+    fn a_missing_optional_token_is_an_empty_file() {
         let pod: core::Pod = serde_json::from_value(json!({"metadata": {"name": "web"}})).unwrap();
         let volume =
             json!({"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}});
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_its_containers_users_alone_and_other_files_are_as_the_volume_says() {
+    fn only_the_pods_user_can_read_a_token() {
         let check = |context: serde_json::Value, expected: [(u32, Option<u32>); 2]| {
             let pod = json!({
                 "metadata": {"name": "web", "namespace": "shop"},
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn other_volumes_have_no_files_of_ours() {
+    fn other_kinds_of_volumes_have_no_payload() {
         let volume: core::Volume = serde_json::from_value(json!({"name": "v", "emptyDir": {}})).unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
         let pod = core::Pod::default();

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_format_is_what_blkid_names_and_partitions_are_one() {
+    fn a_partition_table_counts_as_a_format() {
         let check =
             |said: &str, expected: Option<&str>| assert_eq!(read_format(said).as_deref(), expected, "{said}");
         check("DEVNAME=/dev/loop0\nTYPE=ext4\n", Some("ext4"));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tool_that_fails_is_named_with_what_it_said() {
+    fn a_failure_of_a_tool_has_its_name_and_output() {
         let ls = Program::tool("ls").operand("/beelet/no/such/folder");
         let why = succeed(&ls, SHORT).unwrap_err().to_string();
         assert!(why.starts_with("ls failed (exit status: 2): ") && why.contains("no/such"), "{why}");

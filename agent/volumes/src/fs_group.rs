@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn on_root_mismatch_looks_at_the_top_only() {
+    fn on_root_mismatch_checks_only_the_top_folder() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn no_group_where_none_is_asked_for() {
+    fn a_pod_without_fs_group_has_no_group() {
         assert!(FsGroup::of(None).is_none());
         assert!(FsGroup::of(Some(&core::PodSecurityContext::default())).is_none());
     }

@@ -113,9 +113,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_made_has_the_kubelets_modes_whatever_the_umask() {
+    fn made_paths_have_the_kubelets_modes() {
         let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
-        let name = "what_is_made_has_the_kubelets_modes_whatever_the_umask";
+        let name = "made_paths_have_the_kubelets_modes";
         if !beelet_testing::again::in_child(module_path!(), name, &strict) {
             return;
         }
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_linux_does_not_take_is_refused_unseen_whatever_its_type() {
+    fn too_long_paths_are_refused_without_access() {
         for kind in ["", "DirectoryOrCreate", "FileOrCreate", "Directory", "Socket"] {
             let host = |path: String| core::HostPathVolumeSource { path, type_: Some(kind.to_owned()) };
             // Resolving each folder of a path of one megabyte would read a million megabytes.

@@ -179,14 +179,10 @@ mod tests {
     use beelet_testing::again;
 
     #[test]
-    fn a_name_in_the_mount_table_that_is_no_text_is_no_obstacle() {
+    fn mount_points_need_not_be_utf8() {
         let own_mounts = ["unshare", "--mount", "--propagation", "private"];
         if !rustix::process::geteuid().is_root()
-            || !again::in_child(
-                module_path!(),
-                "a_name_in_the_mount_table_that_is_no_text_is_no_obstacle",
-                &own_mounts,
-            )
+            || !again::in_child(module_path!(), "mount_points_need_not_be_utf8", &own_mounts)
         {
             return;
         }

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_the_helper_says_what_to_install() {
+    fn a_missing_helper_names_the_package() {
         assert!(check_helper(&["/proc/self"]).is_ok());
         let error = check_helper(&["/nowhere/mount.nfs"]).unwrap_err().to_string();
         assert!(error.contains("nfs-common"), "{error}");

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_due_once_it_is_new_or_says_something_else_of_itself() {
+    fn new_and_changed_pods_are_due() {
         let entry = |more: serde_json::Value| {
             let mut pod = json!({
                 "metadata": {"name": "a", "namespace": "n", "uid": "1", "labels": {"tier": "web"}},

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_mounted_in_the_pods_folder_has_room_of_its_own() {
+    fn only_mounts_in_the_pods_folder_are_measured() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(room(dir.path(), dir.path()).unwrap(), None);
         assert_eq!(room(dir.path(), Path::new("/proc")).unwrap(), None);

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_is_not_there_is_made_with_the_volumes_mode() {
+    fn a_missing_part_is_made_with_the_volumes_mode() {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
         symlink("other", dir.path().join("link")).unwrap();

@@ -54,7 +54,7 @@ fn tearing_down_does_not_follow_symbolic_links() {
 }
 
 #[test]
-fn a_volume_that_misses_its_object_says_so_if_a_container_mounts_it() {
+fn a_missing_object_fails_only_mounted_volumes() {
     let dir = tempfile::tempdir().unwrap();
     let volumes = json!([
         {"name": "conf", "configMap": {"name": "m"}}, {"name": "none", "hostPath": {"path": "/none", "type": "Directory"}},
@@ -94,9 +94,9 @@ fn a_volume_of_objects_has_mount_points_for_volumes_that_are_mounted_below_it() 
 }
 
 #[test]
-fn a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not() {
+fn only_the_top_folder_of_a_volume_is_open_to_any_user() {
     use std::os::unix::fs::PermissionsExt;
-    let name = "a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not";
+    let name = "only_the_top_folder_of_a_volume_is_open_to_any_user";
     let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
     if !beelet_testing::again::in_child(module_path!(), name, &strict) {
         return;
@@ -156,7 +156,7 @@ fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
 }
 
 #[test]
-fn volumes_are_mounted_from_where_they_are() {
+fn volumes_are_mounted_from_their_location() {
     check_mount(json!({"name": "scratch", "mountPath": "/a"}), Ok(("/pods/u1/volumes/scratch", false)));
     check_mount(json!({"name": "host", "mountPath": "/a", "readOnly": true}), Ok(("/srv", true)));
     // Volumes of objects are read-only, even if the mount does not ask for it.
@@ -166,7 +166,7 @@ fn volumes_are_mounted_from_where_they_are() {
 }
 
 #[test]
-fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only() {
+fn only_writable_volumes_of_the_agent_are_relabelled() {
     let check = |source: serde_json::Value, expected: bool| {
         let dir = tempfile::tempdir().unwrap();
         let mut volume = json!({"name": "data"});
@@ -196,7 +196,7 @@ fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only
 }
 
 #[test]
-fn the_runtime_is_told_which_part_of_an_image_to_mount() {
+fn the_runtime_gets_the_sub_path_of_an_image() {
     let pod = pod(json!({
         "containers": [{"name": "c", "volumeMounts": [{"name": "image", "mountPath": "/a", "subPath": "x/y"}]}],
         "volumes": [{"name": "image", "image": {"reference": "x"}}],
@@ -210,7 +210,7 @@ fn the_runtime_is_told_which_part_of_an_image_to_mount() {
 }
 
 #[test]
-fn what_cannot_be_mounted_as_asked_is_refused() {
+fn impossible_mounts_are_refused() {
     check_mount(
         json!({"name": "image", "mountPath": "/a", "subPath": "../x"}),
         Err("must be relative and without '..'"),
@@ -244,7 +244,7 @@ fn what_cannot_be_mounted_as_asked_is_refused() {
 }
 
 #[test]
-fn the_agent_makes_so_many_folders_for_the_parts_of_volumes_of_a_container_and_no_more() {
+fn the_number_of_sub_path_folders_per_container_is_limited() {
     let check = |mounts: usize, expected: Result<usize, &str>| {
         let part = |n: usize| json!({"name": "image", "mountPath": format!("/{n}"), "subPath": vec!["a"; 2000].join("/")});
         let mounts: Vec<_> = (0..mounts).map(part).collect();
@@ -265,10 +265,10 @@ fn the_agent_makes_so_many_folders_for_the_parts_of_volumes_of_a_container_and_n
 }
 
 #[test]
-fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothers() {
+fn empty_dirs_have_the_kubelets_modes() {
     use std::os::unix::fs::PermissionsExt;
     let own_mounts = ["unshare", "--mount", "--propagation", "private"];
-    let name = "anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothers";
+    let name = "empty_dirs_have_the_kubelets_modes";
     if !rustix::process::geteuid().is_root()
         || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
     {
@@ -331,10 +331,10 @@ fn set_up_claim(
 }
 
 #[test]
-fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes() {
+fn a_local_volume_outlives_its_pod() {
     use std::os::unix::fs::MetadataExt;
     let own_mounts = ["unshare", "--mount", "--propagation", "private"];
-    let name = "a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes";
+    let name = "a_local_volume_outlives_its_pod";
     if !rustix::process::geteuid().is_root()
         || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
     {
@@ -400,7 +400,7 @@ fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes
 }
 
 #[test]
-fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
+fn a_volume_of_objects_stays_current_next_to_a_claim() {
     let dir = tempfile::tempdir().unwrap();
     let shelf = dir.path().join("shelf");
     fs::create_dir(&shelf).unwrap();
@@ -495,7 +495,7 @@ fn restorable() -> core::Pod {
 }
 
 #[test]
-fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_be_lost() {
+fn lost_volumes_are_restored_and_lost_data_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let pod = restorable();
     let map = json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"a": "1", "b": "2"}});

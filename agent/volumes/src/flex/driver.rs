@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_is_asked_once_what_it_can_and_again_when_it_was_replaced() {
+    fn init_runs_once_per_version_of_a_driver() {
         let dir = tempfile::tempdir().unwrap();
         let drivers = Drivers::new(dir.path());
         let none = drivers.get("v/d").unwrap_err().to_string();
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_a_driver_has_not_is_not_asked_for_again_and_a_failure_says_why() {
+    fn unsupported_commands_are_called_once_and_failures_have_a_cause() {
         let dir = tempfile::tempdir().unwrap();
         let drivers = Drivers::new(dir.path());
         let calls = dir.path().join("calls");
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_format_a_disk_has_as_long_as_the_agents_own_tools() {
+    fn commands_that_may_format_have_the_time_limit_of_tools() {
         let check =
             |command: &str, seconds: u64| assert_eq!(time_for(command).as_secs(), seconds, "{command}");
         check("init", 30);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_prints_its_arguments_gives_no_secret_away() {
+    fn a_driver_that_prints_its_arguments_reveals_no_secret() {
         let dir = tempfile::tempdir().unwrap();
         let drivers = Drivers::new(dir.path());
         let script = r#"case $1 in

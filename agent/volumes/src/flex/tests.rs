@@ -74,7 +74,7 @@ fn wanted(change: &Value) -> FlexWanted {
 }
 
 #[test]
-fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
+fn a_mount_only_driver_gets_the_pod_and_unmounts() {
     let node = Node::new(&format!("{FLAT}\nmount) touch $2/made; {OK};;\nunmount) rm $2/made; {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
     assert!(!volumes.attaches("v/d").unwrap());
@@ -84,14 +84,14 @@ fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
     let calls = node.calls();
     assert_eq!((calls.len(), &*calls[0][0], &*calls[1][0]), (2, "init", "mount"));
     assert_eq!(calls[1][1], place.display().to_string());
-    let told: Value = serde_json::from_str(&calls[1][2]).unwrap();
+    let passed: Value = serde_json::from_str(&calls[1][2]).unwrap();
     let expected = json!({
         "size": "1m", "kubernetes.io/fsType": "", "kubernetes.io/readwrite": "rw",
         "kubernetes.io/pvOrVolumeName": "data", "kubernetes.io/pod.name": "web",
         "kubernetes.io/pod.namespace": "shop", "kubernetes.io/pod.uid": "u1",
         "kubernetes.io/serviceAccount.name": "", "kubernetes.io/secret/password": "aHVzaA==",
     });
-    assert_eq!(told, expected);
+    assert_eq!(passed, expected);
     assert!(!volumes.is_measured(&folder, &place) && volumes.may_relabel(&folder, &place));
     // An agent without any other state releases the volume, and only once.
     let volumes = node.volumes();
@@ -102,7 +102,7 @@ fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
 }
 
 #[test]
-fn a_driver_that_can_not_holds_its_pod_until_it_can() {
+fn a_failing_driver_keeps_its_pod_until_it_succeeds() {
     let fails = r#"echo '{"status": "Failure", "message": "busy"}'; exit 1"#;
     let node = Node::new(&format!(
         "{FLAT}\nmount) if [ -e {0} ]; then {OK}; else {fails}; fi;;\n\
@@ -223,7 +223,7 @@ fn a_driver_that_prints_its_arguments_fails_without_the_secret() {
 }
 
 #[test]
-fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
+fn devices_of_a_controller_are_not_attached_or_detached_here() {
     let node = Node::new(&format!("init) {OK};;\nmountdevice) {OK};;\nmount) {OK};;\nunmount) {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
     let wanted = FlexWanted { device: Some("/dev/z".to_owned()), ..wanted(&json!({})) };
@@ -273,7 +273,7 @@ fn no_program_is_started_for_a_file_system_that_needs_a_helper() {
 }
 
 #[test]
-fn hostile_names_lead_nowhere() {
+fn hostile_names_are_refused() {
     let node = Node::new(&format!("{FLAT}\nmount) {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
     let refused = |change: &dyn Fn(&mut FlexVolume), pod: &Pod, words: &str| {

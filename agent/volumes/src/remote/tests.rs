@@ -204,7 +204,7 @@ fn another_disk_of_a_target_keeps_its_session() {
 }
 
 #[test]
-fn as_many_portals_as_answer_are_used_and_multipath_makes_one_device_of_them() {
+fn all_answering_portals_are_used_by_multipath() {
     let fake = Fake::new();
     fake.listens("10.0.0.2:3260", 4);
     fake.listens("10.0.0.3:3260", 5);
@@ -229,7 +229,7 @@ fn as_many_portals_as_answer_are_used_and_multipath_makes_one_device_of_them() {
 const ROUNDS_OF_ONE_THAT_IS_AWAY: usize = 2;
 
 #[test]
-fn a_target_that_is_away_is_told_and_leaves_no_interface_behind() {
+fn an_unreachable_target_is_an_error_and_leaves_no_interface() {
     let fake = Fake::new();
     let disks = fake.disks();
     let wanted = iscsi(&json!({"initiatorName": "iqn.2001-04.com.example:node"}));
