@@ -72,6 +72,6 @@ mod tests {
     #[test]
     fn a_key_that_is_there_twice_is_refused() {
         let error = parse(br#"{"a": {"b": 1, "b": 1}}"#).unwrap_err();
-        assert!(error.to_string().starts_with("the key \"b\" is there twice at line 1"), "{error}");
+        assert!(error.to_string().starts_with("duplicate key \"b\" at line 1"), "{error}");
     }
 }

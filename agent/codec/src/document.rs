@@ -318,7 +318,7 @@ fn describe(error: &serde_saphyr::Error, limits: Limits) -> DocumentError {
             limits.nodes.min(MAX_ALIASED)
         ),
         serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. } => {
-            format!("the key {key:?} is there twice")
+            format!("duplicate key {key:?}")
         }
         serde_saphyr::Error::NonFiniteFloat { value, .. } => format!("{value:?} is not a finite number"),
         other => other.to_string(),

@@ -116,7 +116,7 @@ impl<'de> Visitor<'de> for Reading {
                     continue;
                 }
                 Self::Whole if values.contains_key(&key) => {
-                    return Err(A::Error::custom(format_args!("the key {key:?} is there twice")));
+                    return Err(A::Error::custom(format_args!("duplicate key {key:?}")));
                 }
                 Self::Answer { .. } | Self::Whole => {}
             }

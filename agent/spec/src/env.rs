@@ -242,8 +242,8 @@ impl Sources<'_> {
     }
 }
 
-/// Returns the message for a missing object of a pod. In a cluster it is the kubelet's, with the reason if
-/// the name is impossible.
+/// Returns the message for a missing object of a pod: in a cluster the kubelet's, with the reason if the name is
+/// impossible.
 pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     if Origin::of(pod).is_api() {
         let (kind, name, why) = (kind.to_lowercase(), quoted(name), impossible(name));
@@ -253,7 +253,7 @@ pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
         };
     }
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
-    format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
+    format!("{kind} {namespace}/{name} not found; put its manifest next to the pod's")
 }
 
 /// Shortens a variable's name for a sentence, since the API does not limit its length.
@@ -356,7 +356,7 @@ mod tests {
         );
         check_container(
             of("secretKeyRef", "none", "x", false),
-            Err(&wrong("there is no Secret shop/none; put its manifest beside the pod's")),
+            Err(&wrong("Secret shop/none not found; put its manifest next to the pod's")),
         );
     }
 
@@ -387,7 +387,7 @@ mod tests {
         );
         check_container(
             json!({"name": "c", "envFrom": [{"secretRef": {"name": "none"}}]}),
-            Err("envFrom of container c: there is no Secret shop/none; put its manifest beside the pod's"),
+            Err("envFrom of container c: Secret shop/none not found; put its manifest next to the pod's"),
         );
     }
 

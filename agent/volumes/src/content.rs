@@ -401,7 +401,7 @@ mod tests {
         );
         check(
             json!({"configMap": {"name": "none"}}),
-            Err("there is no ConfigMap shop/none; put its manifest beside the pod's"),
+            Err("ConfigMap shop/none not found; put its manifest next to the pod's"),
         );
         check(json!({"configMap": {"name": "none", "optional": true}}), Ok(&[]));
         let item = json!([{"key": "none", "path": "x"}]);
@@ -502,7 +502,7 @@ mod tests {
     #[test]
     fn secrets_show_their_decoded_values() {
         check(json!({"secret": {"secretName": "s", "defaultMode": 0o440}}), Ok(&["key=hush:440"]));
-        check(json!({"secret": {"secretName": "m"}}), Err("there is no Secret shop/m"));
+        check(json!({"secret": {"secretName": "m"}}), Err("Secret shop/m not found"));
     }
 
     #[test]

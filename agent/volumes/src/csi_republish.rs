@@ -78,7 +78,7 @@ async fn round(
     let mut due = Vec::new();
     for pod in pods {
         for driver in csi.csi.drivers_of(uid(&pod)).await {
-            // A later round checks a driver that is not registered now.
+            // The registration of a driver starts a round that checks it.
             if registered.contains_key(&driver) && !asks.contains_key(&driver) {
                 // If the API server does not answer, the next round asks again.
                 let object = storage.driver(&driver).await.ok().flatten();

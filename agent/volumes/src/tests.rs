@@ -65,7 +65,7 @@ fn a_missing_object_fails_only_mounted_volumes() {
     };
     assert_eq!(
         of(json!([{"name": "conf", "mountPath": "/etc/app"}])).unwrap_err().to_string(),
-        "volume conf: there is no ConfigMap shop/m; put its manifest beside the pod's"
+        "volume conf: ConfigMap shop/m not found; put its manifest next to the pod's"
     );
     assert!(
         of(json!([{"name": "none", "mountPath": "/x"}]))

@@ -222,7 +222,7 @@ fn a_pod_waits_for_the_objects_that_it_needs() {
     node.wait("waiter", "to be pending", |pod| pod.phase() == "Pending");
     node.apply(&object("ConfigMap", "conf", &json!({"color": "red"})));
     let message = node.waiting("waiter", "main", "CreateContainerConfigError");
-    assert!(message.contains("there is no Secret default/word"), "{message}");
+    assert!(message.contains("Secret default/word not found"), "{message}");
     node.apply(&object("Secret", "word", &json!({"pass": "sesame"})));
     check_lines(&node.output("waiter"), &["red", "sesame"]);
 }

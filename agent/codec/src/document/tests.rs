@@ -119,8 +119,8 @@ fn check_error(text: &str, line: u64, part: &str) {
 fn a_broken_text_is_reported_at_its_line() {
     check_error("a: 1\nb: [1, 2\n", 2, "unclosed bracket '['");
     check_error("a: 1\n\tb: 2\n", 1, "found a tab");
-    check_error("a: 1\na: 2\n", 2, "the key \"a\" is there twice");
-    check_error("a: 1\nb: {c: 1, c: 2}\n", 2, "the key \"c\" is there twice");
+    check_error("a: 1\na: 2\n", 2, "duplicate key \"a\"");
+    check_error("a: 1\nb: {c: 1, c: 2}\n", 2, "duplicate key \"c\"");
     check_error("a: *nowhere\n", 1, "unknown anchor");
     check_error("a: .inf\n", 1, "\".inf\" is not a finite number");
     check_error("a: 1e999\n", 1, "\"1e999\" is not a finite number");
