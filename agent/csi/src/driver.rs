@@ -1,5 +1,5 @@
-//! Client of a driver: each call has a deadline, each answer a maximum size, and the number of concurrent calls
-//! is limited.
+//! Client of a driver: each call has a deadline, each answer a maximum size, and the number of concurrent
+//! calls is limited.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,4 +1,5 @@
-//! Publishes a volume to a pod: waits until the volume is attached, then makes the driver stage and publish it.
+//! Publishes a volume to a pod: waits until the volume is attached, then makes the driver stage and publish
+//! it.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -207,8 +208,8 @@ impl Csi {
     }
 }
 
-/// Refuses a volume that is for one pod at a time while another pod has it. The caller holds the volume's lock:
-/// the other pod's record is on disk before the lock is released.
+/// Refuses a volume that is for one pod at a time while another pod has it. The caller holds the volume's
+/// lock: the other pod's record is on disk before the lock is released.
 async fn check_no_other_pod(csi: &Csi, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
     if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Records of volumes on disk: `vol_data.json` in the kubelet's format, so that a kubelet can read the agent's
-//! records and the agent the kubelet's.
+//! Records of volumes on disk: `vol_data.json` in the kubelet's format, so that a kubelet can read the
+//! agent's records and the agent the kubelet's.
 
 use std::{
     fs,

@@ -242,8 +242,8 @@ impl Sources<'_> {
     }
 }
 
-/// Returns the message for a missing object of a pod: in a cluster the kubelet's, with the reason if the name is
-/// impossible.
+/// Returns the message for a missing object of a pod: in a cluster the kubelet's, with the reason if the name
+/// is impossible.
 pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     if Origin::of(pod).is_api() {
         let (kind, name, why) = (kind.to_lowercase(), quoted(name), impossible(name));

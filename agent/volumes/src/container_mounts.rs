@@ -26,7 +26,8 @@ use crate::{
 pub struct MountFacts {
     /// Container's environment, for `subPathExpr`.
     pub env: Environment,
-    /// Runtime's ids of the images of image volumes, by volume; without volumes whose `optional` image failed.
+    /// Runtime's ids of the images of image volumes, by volume; without volumes whose `optional` image
+    /// failed.
     pub images: BTreeMap<String, String>,
     /// The runtime can make mounts read-only with all mounts below them.
     pub recursive_read_only: bool,

@@ -110,7 +110,8 @@ impl VolumePlugin for ContentVolumes {
     }
 }
 
-/// Returns true if a volume's files are kept in memory, as under the kubelet: secrets must not reach the disk.
+/// Returns true if a volume's files are kept in memory, as under the kubelet: secrets must not reach the
+/// disk.
 fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
@@ -238,8 +239,8 @@ impl<'o> Files<'_, 'o> {
         Ok(())
     }
 
-    /// Adds a token or a trust bundle. The file belongs to the pod's user alone if the pod names a user, as in
-    /// the kubelet's `collectData` (`pkg/volume/projected`). The pod's group gets its permissions later.
+    /// Adds a token or a trust bundle. The file belongs to the pod's user alone if the pod names a user, as
+    /// in the kubelet's `collectData` (`pkg/volume/projected`). The pod's group gets its permissions later.
     fn add_identity(&mut self, path: &str, bytes: impl Into<Cow<'o, [u8]>>, mode: i32) -> Result<(), Error> {
         let pod = self.sources.pod;
         let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());

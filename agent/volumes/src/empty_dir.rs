@@ -95,8 +95,8 @@ fn make(path: &Path, source: &core::EmptyDirVolumeSource, sources: &Sources<'_>)
 }
 
 /// Returns the size of a volume in memory: the minimum of its limit, the pod's memory limit and the node's
-/// allocatable memory (KEP-1967; `calculateEmptyDirMemorySize`). Without a limit, the kernel allows a tmpfs to
-/// use half of the machine's memory.
+/// allocatable memory (KEP-1967; `calculateEmptyDirMemorySize`). Without a limit, the kernel allows a tmpfs
+/// to use half of the machine's memory.
 fn size(
     pod: &core::Pod,
     source: &core::EmptyDirVolumeSource,

@@ -1,8 +1,8 @@
 //! flexVolume volumes: drivers, which are programs in a folder of the machine, mount them, with the behaviour
 //! and the paths of Kubernetes' `pkg/volume/flexvolume`.
 //!
-//! A pod's volume is at `volumes/<vendor>~<driver>/<volume>` in the pod's folder. A volume that is attached to
-//! the node is mounted first, once for all pods, at
+//! A pod's volume is at `volumes/<vendor>~<driver>/<volume>` in the pod's folder. A volume that is attached
+//! to the node is mounted first, once for all pods, at
 //! `plugins/kubernetes.io/flexvolume/<vendor>/<driver>/mounts/<volume>` of the kubelet's folder. The agent
 //! writes a record to disk before it calls a driver, and releases volumes by these records. A hanging driver
 //! delays only the pods of its own volumes.
@@ -157,8 +157,8 @@ impl FlexVolumes {
         Ok(self.0.drivers.get(driver)?.capabilities.attach)
     }
 
-    /// Records that a pod will use a volume that a controller attaches, so that the controller does not detach
-    /// the volume.
+    /// Records that a pod will use a volume that a controller attaches, so that the controller does not
+    /// detach the volume.
     fn use_by(&self, volume: &FlexVolume, uid: &str) {
         self.0.in_use.use_by(&volume.unique_name(), Some(uid));
     }
@@ -210,7 +210,7 @@ impl FlexVolumes {
             && let Err(why) = group.own(&target, Access::ReadWrite)
         {
             // As under the kubelet, the pod runs nevertheless.
-            warn!("flexVolume: {why}");
+            warn!("cannot apply fsGroup to a flexVolume: {why}");
         }
         Ok(target)
     }
@@ -254,8 +254,8 @@ impl FlexVolumes {
         )))
     }
 
-    /// Mounts an attached volume once for all pods. No other pod has a volume of this name with other options:
-    /// `check_asked` made sure.
+    /// Mounts an attached volume once for all pods. No other pod has a volume of this name with other
+    /// options: `check_asked` made sure.
     fn mount_device(&self, way: &Way<'_>) -> Result<(), Error> {
         let FlexWanted { volume, device, .. } = way.wanted;
         let (target, place) =
@@ -444,8 +444,8 @@ impl VolumePlugin for FlexVolumes {
         spec.is_claimed_or_mounted(used)
     }
 
-    /// Waits until a controller has attached the volume, if its driver attaches volumes and the node belongs to
-    /// a cluster. On a standalone node the agent attaches the volume during its setup.
+    /// Waits until a controller has attached the volume, if its driver attaches volumes and the node belongs
+    /// to a cluster. On a standalone node the agent attaches the volume during its setup.
     fn attach<'a>(
         &'a self,
         spec: Spec<'a>,
@@ -544,7 +544,8 @@ fn mount_disk(device: &str, target: &Path, volume: &FlexVolume) -> Result<(), Er
     disk::mount(Path::new(device), target, file_system, volume.read_only, &[])
 }
 
-/// Returns true unless the path certainly does not exist: the mount point of a dead file system gives an error.
+/// Returns true unless the path certainly does not exist: the mount point of a dead file system gives an
+/// error.
 fn is_there(path: &Path) -> bool {
     !matches!(fs::symlink_metadata(path), Err(why) if why.kind() == ErrorKind::NotFound)
 }

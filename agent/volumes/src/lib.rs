@@ -2,9 +2,10 @@
 //! storage plugins of `csi` and for the kinds of volumes that the agent mounts itself.
 //!
 //! A pod's folder is `<pods>/<uid>`: `volumes/<name>` has the volumes that are made for the pod, and
-//! `volume-subpaths/<volume>/<container>/<index>` has the parts of volumes that containers mount by `subPath`.
-//! The removal of a pod removes the folder's content and nothing outside the folder. For a PersistentVolume,
-//! `volumes/<name>` is a link to the volume's path, so that the start of a later container reads no claim.
+//! `volume-subpaths/<volume>/<container>/<index>` has the parts of volumes that containers mount by
+//! `subPath`. The removal of a pod removes the folder's content and nothing outside the folder. For a
+//! PersistentVolume, `volumes/<name>` is a link to the volume's path, so that the start of a later container
+//! reads no claim.
 //!
 //! [`VolumeManager`] runs the steps for a pod and the periodic tasks. [`PodVolumes`] has the work on disk for
 //! one pod, all of which blocks. Each kind of volumes implements `plugin::VolumePlugin` in a file of its own

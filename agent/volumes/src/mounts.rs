@@ -18,9 +18,9 @@ use beelet_policy::volumes::content::{BYTES, NAMES};
 /// Time limit for unmounting a network file system: the kubelet's.
 const SERVER: Duration = Duration::from_secs(60);
 
-/// Mounts a file system in memory for the files of objects, unless one is mounted already. Its size allows two
-/// sets with the maximum number of files per pod, and the links to a set: a second limit, which also holds for
-/// files that containers cause.
+/// Mounts a file system in memory for the files of objects, unless one is mounted already. Its size allows
+/// two sets with the maximum number of files per pod, and the links to a set: a second limit, which also
+/// holds for files that containers cause.
 pub(super) fn mount_for_content(path: &Path) -> Result<(), Error> {
     let pages = NAMES.saturating_mul(rustix::param::page_size()).saturating_add(BYTES);
     mount_tmpfs(path, &[("size", pages.saturating_mul(2)), ("nr_inodes", NAMES * 4)], 0o755)

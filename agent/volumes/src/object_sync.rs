@@ -132,8 +132,8 @@ pub(crate) fn restore(
 
 type Due = BTreeMap<PodName, Arc<PodEntry>>;
 
-/// Returns pods that are new (a pod with the name of a known one, too), and pods whose fields for downward API
-/// volumes have changed.
+/// Returns pods that are new (a pod with the name of a known one, too), and pods whose fields for downward
+/// API volumes have changed.
 fn due(known: &Pods, here: &Pods) -> Due {
     let is_new = |name: &PodName, entry: &PodEntry| {
         known.get(name).is_none_or(|known| !says_the_same(&known.pod, &entry.pod))

@@ -1,8 +1,8 @@
 //! A kind of volumes: one type that implements [`VolumePlugin`], in a file of its own, and its line in
 //! `plugins`.
 //!
-//! The volume manager calls the same methods for all volumes: whether the plugin has the volume's kind, and to
-//! attach, mount, expand, measure and unmount it. Each method that some kinds do not need has a default. A
+//! The volume manager calls the same methods for all volumes: whether the plugin has the volume's kind, and
+//! to attach, mount, expand, measure and unmount it. Each method that some kinds do not need has a default. A
 //! plugin must never be called for a volume of another kind.
 
 use std::{
@@ -336,7 +336,8 @@ pub(crate) trait VolumePlugin: Send + Sync + fmt::Debug {
         Box::pin(ready(Ok(())))
     }
 
-    /// Unmounts the volumes of this kind in a pod's folder, and releases disks that no other pod uses. Blocks.
+    /// Unmounts the volumes of this kind in a pod's folder, and releases disks that no other pod uses.
+    /// Blocks.
     ///
     /// # Errors
     /// A mount is in use.

@@ -35,8 +35,8 @@ pub struct PodVolumes {
     fs_group: Option<FsGroup>,
 }
 
-/// A function that returns true once the work has to stop, because its caller no longer waits. Checked between
-/// two mounts, so that a removal of the mounts can begin soon.
+/// A function that returns true once the work has to stop, because its caller no longer waits. Checked
+/// between two mounts, so that a removal of the mounts can begin soon.
 pub type Stop<'a> = &'a dyn Fn() -> bool;
 
 impl PodVolumes {
@@ -185,7 +185,8 @@ impl PodVolumes {
         sub_path::read(&self.path(volume), path, READ_MOST)
     }
 
-    /// Unmounts and removes the volumes. Keeps the containers' termination messages and the rest of the folder.
+    /// Unmounts and removes the volumes. Keeps the containers' termination messages and the rest of the
+    /// folder.
     ///
     /// # Errors
     /// A mount is in use, or a driver cannot unmount a volume.

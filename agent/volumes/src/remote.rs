@@ -121,8 +121,8 @@ impl RemoteDisks {
         Self(Arc::new(Inner { plugins, pods_dir, machine, busy: Busy::default(), in_use }))
     }
 
-    /// Records that a pod will use a volume that a controller attaches, so that the controller does not detach
-    /// the volume.
+    /// Records that a pod will use a volume that a controller attaches, so that the controller does not
+    /// detach the volume.
     fn use_by(&self, volume: &RemoteVolume, uid: &str) {
         self.0.in_use.use_by(&volume.disk.unique_name(), Some(uid));
     }
@@ -224,8 +224,8 @@ impl RemoteDisks {
         all.filter(|(place, _)| place != than).map(|(_, record)| record).collect()
     }
 
-    /// Unmounts all disks of the pod with this folder, and deletes from the kernel those that no other pod has.
-    /// Idempotent.
+    /// Unmounts all disks of the pod with this folder, and deletes from the kernel those that no other pod
+    /// has. Idempotent.
     ///
     /// # Errors
     /// A mount is in use, or the logout from a target fails: the pod cannot be removed yet.

@@ -13,8 +13,9 @@ use rustix::fs::{CWD, FileType, Mode};
 
 use crate::{Error, mounts};
 
-/// Returns the capacity and use of the file system that is mounted at `place` in the pods' folder, or the size
-/// of the block device at `place`. Returns None for other paths: the machine's own mounts belong to no pod.
+/// Returns the capacity and use of the file system that is mounted at `place` in the pods' folder, or the
+/// size of the block device at `place`. Returns None for other paths: the machine's own mounts belong to no
+/// pod.
 ///
 /// # Errors
 /// The kernel refuses the measurement.

@@ -1,6 +1,6 @@
-//! Statistics of the pods' claims' and storage plugins' volumes, measured once per period as under the kubelet
-//! (`volumeStatsAggPeriod`): with the plugin's NodeGetVolumeStats, or by the kernel for volumes that the agent
-//! mounted. A container or a plugin can only delay the statistics of its own volumes.
+//! Statistics of the pods' claims' and storage plugins' volumes, measured once per period as under the
+//! kubelet (`volumeStatsAggPeriod`): with the plugin's NodeGetVolumeStats, or by the kernel for volumes that
+//! the agent mounted. A container or a plugin can only delay the statistics of its own volumes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

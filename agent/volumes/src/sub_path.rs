@@ -1,4 +1,5 @@
-//! Parts of volumes (`subPath`), mounted safely, independently of the files that containers made in the volume.
+//! Parts of volumes (`subPath`), mounted safely, independently of the files that containers made in the
+//! volume.
 //!
 //! A container can replace a name by a link between a check of the name and a mount by name
 //! (CVE-2017-1002101, CVE-2021-25741). So the agent opens the part once, with openat2(2) and
@@ -15,8 +16,8 @@ use super::{Error, mounts};
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_base::own_file;
 
-/// Bind mounts `part` of the volume at `volume` to `target`. Makes a missing part as a folder with the volume's
-/// own mode. Idempotent; a part that was replaced since the last call is mounted again.
+/// Bind mounts `part` of the volume at `volume` to `target`. Makes a missing part as a folder with the
+/// volume's own mode. Idempotent; a part that was replaced since the last call is mounted again.
 pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Error> {
     let failed = |cause: Errno| Error::SubPath { part: part.to_owned(), volume: volume.to_owned(), cause };
     let root =
@@ -48,8 +49,8 @@ fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat2(root, part, flags, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)
 }
 
-/// Makes the folders that lead to `part`, one after another, with the volume's mode and, if the volume's folder
-/// has setgid, with its group. The mode includes the sticky bit, as under the kubelet (GetMode).
+/// Makes the folders that lead to `part`, one after another, with the volume's mode and, if the volume's
+/// folder has setgid, with its group. The mode includes the sticky bit, as under the kubelet (GetMode).
 fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
     let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o1777);
     let mut way = std::path::PathBuf::new();

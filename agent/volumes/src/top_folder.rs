@@ -32,8 +32,8 @@ pub(crate) fn add_mode(path: &Path, more: u32) -> Result<(), Error> {
 }
 
 /// Opens the top folder of a volume of objects. Returns None if the folder is missing, or is not in memory
-/// although it should be: the file system in memory may be unmounted at any time, and the agent must not write
-/// a secret to the disk below.
+/// although it should be: the file system in memory may be unmounted at any time, and the agent must not
+/// write a secret to the disk below.
 pub(crate) fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, Error> {
     let failed = |e: Errno| Error::io("open", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

@@ -1,4 +1,5 @@
-//! Drivers that record their arguments and mount nothing. `tests/tests/tier1/flex.rs` has the tests with mounts.
+//! Drivers that record their arguments and mount nothing. `tests/tests/tier1/flex.rs` has the tests with
+//! mounts.
 
 use std::os::unix::fs::PermissionsExt;
 

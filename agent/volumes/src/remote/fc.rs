@@ -1,5 +1,5 @@
-//! Disks on Fibre Channel: found by udev's links, after the kernel has rescanned its buses if the links do not
-//! exist yet.
+//! Disks on Fibre Channel: found by udev's links, after the kernel has rescanned its buses if the links do
+//! not exist yet.
 
 use std::path::{Path, PathBuf};
 
