@@ -199,7 +199,7 @@ mod tests {
         assert!((1..1 << 33).contains(&size), "{size}");
         fs::create_dir(volume.join("dir")).unwrap();
         rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();
-        // A path that a container removed after the bind mount, and the label of a USB stick.
+        // A container renames the source of a bind mount, and a USB stick has a label, both not in UTF-8.
         fs::rename(volume.join("dir"), volume.join(OsStr::from_bytes(b"\xff"))).unwrap();
         let stick = dir.path().join(OsStr::from_bytes(b"caf\xe9 \n1"));
         fs::create_dir(&stick).unwrap();

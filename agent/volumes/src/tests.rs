@@ -517,7 +517,7 @@ fn lost_volumes_are_restored_and_lost_data_is_reported() {
     assert_eq!(restored(), [("conf".to_owned(), Loss::Folder), ("scratch".to_owned(), Loss::Data)]);
     assert_eq!((read("a"), volumes.path("scratch").is_dir()), ("1".to_owned(), true));
     assert!(restored().is_empty());
-    // All entries with an ordinary name are removed, but not the folder itself.
+    // Removes all entries of the folder, but not the folder itself.
     for file in fs::read_dir(volumes.path("conf")).unwrap().flatten() {
         let path = file.path();
         let _ = fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path));

@@ -253,7 +253,7 @@ fn no_program_is_started_for_a_file_system_that_needs_a_helper() {
     }
     let path = format!("PATH={}:{}", dir.path().display(), std::env::var("PATH").unwrap());
     if !beelet_testing::again::in_child(module_path!(), name, &["env", &path]) {
-        // Magic number of ext4.
+        // The call for the ext4 volume.
         assert_eq!(fs::read_to_string(dir.path().join("calls")).unwrap(), "blkid\n");
         return;
     }
