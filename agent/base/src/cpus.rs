@@ -2,7 +2,7 @@
 
 use crate::kernel_file;
 
-/// Returns the number of online CPUs, which this process's affinity or quota does not reduce.
+/// Returns the number of online CPUs, regardless of this process's affinity or quota.
 #[must_use]
 pub fn count() -> usize {
     let online = kernel_file::read_to_string("/sys/devices/system/cpu/online");

@@ -4,8 +4,8 @@
 //! Must never count memory that belongs to no process and that no pod's end frees: slab, page tables, kernel
 //! stacks and reserved huge pages are in neither sum.
 
-/// Returns the value of a line of `/proc/meminfo` in bytes, by its name; `None` without that line or a number
-/// of kB.
+/// Returns the value of the line `name` of `/proc/meminfo`, in bytes; `None` if the line is missing or its
+/// value is not a number of kB.
 #[must_use]
 pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
     let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':');

@@ -304,7 +304,11 @@ struct Ops {
 
 impl Ops {
     fn find(kernel: &Btf) -> Result<Ops, KernelError> {
-        let lacks = |_| KernelError::new("this kernel has no sched_ext (CONFIG_SCHED_CLASS_EXT, Linux 6.12)");
+        let lacks = |_| {
+            KernelError::new(
+                "this kernel has no sched_ext, which needs Linux 6.12 and CONFIG_SCHED_CLASS_EXT",
+            )
+        };
         let (ops_type, _) = kernel.structure(OPS).map_err(lacks)?;
         let (value_type, size) = kernel.structure(OPS_VALUE).map_err(lacks)?;
         let (_, data) = kernel.place(OPS_VALUE, "data")?;

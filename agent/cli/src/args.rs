@@ -110,7 +110,7 @@ pub(crate) struct AgentArgs {
 /// A container of a pod.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ContainerArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pub(crate) pod: String,
     /// Name of the container. Default: the pod's default container, else its first.

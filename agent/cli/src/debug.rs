@@ -31,7 +31,7 @@ use beelet_client::{Client, Event};
                         --target main -it -- sh\n  beelet debug web --image tools:1 -c capture -- tcpdump -w /tmp/out"
 )]
 pub struct DebugArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name)]
     pod: String,
     /// Image of the new container.

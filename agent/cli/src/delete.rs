@@ -33,7 +33,7 @@ pub struct DeleteArgs {
     /// Kind of the objects.
     #[arg(value_enum, value_name = "KIND", required_unless_present = "files")]
     kind: Option<Kind>,
-    /// Names of the objects. A pod's name may omit the node's name at the end.
+    /// Names of the objects; a pod's name may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["files", "selector", "all"])]
     names: Vec<String>,
     /// Delete the objects of these manifests: files, directories or - for standard input.

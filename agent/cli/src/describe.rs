@@ -49,7 +49,7 @@ enum What {
 
 #[derive(Debug, Args)]
 struct PodArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     name: String,
     /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]

@@ -20,7 +20,7 @@ const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MES
 /// Arguments of `beelet events`.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
-    /// Show only events of this pod, with or without the node's name at the end.
+    /// Show only events of this pod; its name may omit the `-NODE` suffix of static pods.
     #[arg(long = "for", value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: Option<String>,
     /// Show only events of pods in this namespace.

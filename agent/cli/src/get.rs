@@ -61,7 +61,7 @@ enum What {
 
 #[derive(Debug, Args)]
 struct PodsArgs {
-    /// Show only these pods, with or without the node's name at the end.
+    /// Show only these pods; a name may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods())]
     names: Vec<String>,
     /// Show only pods in this namespace.

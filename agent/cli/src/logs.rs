@@ -27,7 +27,7 @@ use beelet_units::selector::Selector;
 /// Arguments of `beelet logs`.
 #[derive(Debug, Args)]
 pub struct LogsArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(),
           required_unless_present = "selector")]
     pod: Option<String>,

@@ -32,7 +32,7 @@ const PIECE: usize = 16 << 10;
   beelet port-forward web 8080:80
   beelet port-forward db 5432 :9187     # the second on any free local port")]
 pub struct PortForwardArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
     /// Ports: `8080:80` forwards local port 8080 to port 80, `80` forwards 80 to 80, `:80` uses any free

@@ -39,7 +39,7 @@ enum What {
 
 #[derive(Debug, Args)]
 struct LsArgs {
-    /// Show only probes of these pods, with or without the node's name at the end.
+    /// Show only probes of these pods; a name may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pods: Vec<String>,
     /// Show only probes of pods in this namespace.
@@ -51,7 +51,7 @@ struct LsArgs {
 
 #[derive(Debug, Args)]
 struct RunArgs {
-    /// Name of the pod, with or without the node's name at the end.
+    /// Name of the pod; may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
     /// Name of the container.

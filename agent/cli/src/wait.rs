@@ -21,7 +21,7 @@ use beelet_units::selector::Selector;
   beelet wait -l app=shop --for=condition=Ready
   beelet wait web --for=deleted")]
 pub struct WaitArgs {
-    /// Names of the pods, with or without the node's name at the end.
+    /// Names of the pods; a name may omit the `-NODE` suffix of static pods.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["selector", "all"])]
     pods: Vec<String>,
     /// Label selector, e.g. `app=shop,tier!=db`.

@@ -1,4 +1,4 @@
-//! Notifies followers of a log of changes in its directory. All followers share one inotify instance: the
+//! Notifies the followers of a log when its directory changes. All followers share one inotify instance: the
 //! kernel limits the instances of each user (`fs.inotify.max_user_instances`, 128 by default), and other
 //! daemons of root and other parts of the agent need some of them.
 

@@ -28,7 +28,7 @@ pub enum Command {
 pub struct Wanted {
     /// The pod's namespace; empty for any.
     pub namespace: String,
-    /// The pod's name, with or without the node's name as suffix.
+    /// The pod's name; may omit the `-NODE` suffix of static pods.
     pub pod: String,
     /// The container's name.
     pub container: String,

@@ -619,7 +619,7 @@ impl Probes {
         let _ = self.parts.requests.send(Request::Probe(update)).await;
     }
 
-    /// Finds the probe of a container, by the pod's name with or without the node's name as suffix.
+    /// Finds the probe of a container; the pod's name may omit the `-NODE` suffix of static pods.
     pub(super) fn find(&self, namespace: &str, pod: &str, container: &str, kind: ProbeKind) -> Vec<Id> {
         let of = |exact: bool| {
             self.workers.iter().filter(move |(_, worker)| {

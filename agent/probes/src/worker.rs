@@ -70,7 +70,7 @@ pub(super) struct Worker {
     /// The container instance under the probe; `None` between two instances.
     pub container_id: Option<String>,
     pub ip: Option<IpAddr>,
-    /// True if the kernel should answer, by the node's configuration and the annotations.
+    /// True if the node's configuration or the pod's annotations ask the kernel to answer this probe.
     wants_kernel: bool,
     /// The pod's runtime class, unless an annotation asks for the kernel: such a pod's sockets may be in a
     /// network stack that the pod's network namespace does not have (gVisor, Kata).

@@ -74,7 +74,7 @@ pub enum Loaded<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
     /// The file exceeds the size limit of records.
-    #[error("more than {MAX_RECORD} bytes")]
+    #[error("the file is larger than {MAX_RECORD} bytes")]
     TooLarge,
     /// The line with the checksum is missing.
     #[error("the checksum line is missing")]

@@ -26,8 +26,8 @@ enum Test {
 /// Error for a text that is not a selector.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "invalid label requirement {0:?}: write key=value, key!=value, key in (a,b), key notin (a,b), key or !key, with \
-     commas between several"
+    "invalid label requirement {0:?}: write key=value, key!=value, key in (a,b), key notin (a,b), key or !key; \
+     separate several requirements with commas"
 )]
 pub struct SelectorError(String);
 

@@ -333,9 +333,9 @@ mod tests {
 
     #[test]
     fn a_run_of_some_tests_replaces_these_and_leaves_the_others() {
-        let page = after("", "d, systemd", &[("e2e a::x", "**failed**, 2 s", Some("failed, no"))]);
-        let page = after(&page, "d, systemd", &[("e2e ab::x", "**failed**, 1 s", Some("failed, no"))]);
-        let page = after(&page, "d, cgroupfs", &[("e2e a::x", "skipped", Some("skipped, none"))]);
+        let page = after("", "d, systemd", &[("e2e a::x", "**failed**, 2 s", Some("failed: no"))]);
+        let page = after(&page, "d, systemd", &[("e2e ab::x", "**failed**, 1 s", Some("failed: no"))]);
+        let page = after(&page, "d, cgroupfs", &[("e2e a::x", "skipped", Some("skipped: none"))]);
         let page = after(&page, "d, systemd", &[("e2e a::y", "ok, 4 s", None)]);
         let expected = "\
 | | d, cgroupfs | d, systemd |
@@ -353,9 +353,9 @@ mod tests {
 | e2e a::y | - | ok, 4 s |
 | e2e ab::x | - | **failed**, 1 s |
 
-- d, cgroupfs: `e2e a::x`: skipped, none
-- d, systemd: `e2e a::x`: failed, no
-- d, systemd: `e2e ab::x`: failed, no
+- d, cgroupfs: `e2e a::x`: skipped: none
+- d, systemd: `e2e a::x`: failed: no
+- d, systemd: `e2e ab::x`: failed: no
 ";
         check(&page, expected);
     }
@@ -366,7 +366,7 @@ mod tests {
         let page = after(
             "",
             "d",
-            &[("e2e a::x", "**failed**, 2 s", Some("failed, no")), ("e2e a::y", "ok, 3 s", None)],
+            &[("e2e a::x", "**failed**, 2 s", Some("failed: no")), ("e2e a::y", "ok, 3 s", None)],
         );
         let page =
             after(&page, "d", &[not_reached("e2e a::x"), not_reached("e2e a::y"), not_reached("e2e ab::x")]);
@@ -386,7 +386,7 @@ mod tests {
 | e2e a::y | ok, 3 s |
 | e2e ab::x | not reached |
 
-- d: `e2e a::x`: failed, no
+- d: `e2e a::x`: failed: no
 - d: `e2e ab::x`: not reached
 ";
         check(&page, expected);
@@ -405,7 +405,7 @@ mod tests {
     #[test]
     fn a_removed_test_is_removed_from_the_page() {
         let page = after("", "d", &[("e2e a::x", "ok, 2 s", None)]);
-        let gone = page.replace("a::x", "a::gone") + "\n- d: `e2e a::gone`: failed, no\n";
+        let gone = page.replace("a::x", "a::gone") + "\n- d: `e2e a::gone`: failed: no\n";
         let page = after(&gone, "d", &[("e2e a::y", "ok, 1 s", None)]);
         assert!(page.contains("| e2e a | 1 passed, 1 s |") && !page.contains("gone"), "{page}");
     }

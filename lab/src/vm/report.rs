@@ -265,8 +265,8 @@ fn part(page: &str, arch: Arch) -> Option<String> {
 fn shortcoming(verdict: Option<&Verdict>) -> Option<String> {
     let why = match verdict {
         Some(Verdict::Passed) => return None,
-        Some(Verdict::Skipped(why)) => format!("skipped, {why}"),
-        Some(Verdict::Failed(why, output)) => format!("failed, {}", panic_in(output).unwrap_or(why)),
+        Some(Verdict::Skipped(why)) => format!("skipped: {why}"),
+        Some(Verdict::Failed(why, output)) => format!("failed: {}", panic_in(output).unwrap_or(why)),
         None => "not reached".to_owned(),
     };
     Some(why.replace('|', "\\|"))
@@ -421,8 +421,8 @@ mod tests {
             &format!("- `{}` on 7.3 (debian): as found", program.name),
             &format!("| `{}` | {} | {} |", program.name, program.needs, program.fallback),
             "| `kernel x` | 2 passed | 1 skipped, 1 **failed** |",
-            "- 7.3 (debian) `kernel x::a`: skipped, it needs x\\|y",
-            "- 7.3 (debian) `kernel x::b`: failed, the test failed",
+            "- 7.3 (debian) `kernel x::a`: skipped: it needs x\\|y",
+            "- 7.3 (debian) `kernel x::b`: failed: the test failed",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\nis not in\n{text}");
         }
@@ -451,7 +451,7 @@ mod tests {
             let shown = found.iter().map(|found| (&*found.name, &*found.cell, found.why.as_deref()));
             assert_eq!(shown.collect::<Vec<_>>(), expected);
         };
-        let failed = ("kernel x::b", "**failed**, 4 s", Some("failed, it is 3 \\| 4"));
+        let failed = ("kernel x::b", "**failed**, 4 s", Some("failed: it is 3 \\| 4"));
         check(lines, [("kernel x::a", "ok, 2 s", None), failed]);
         let not_reached =
             ["kernel x::a", "kernel x::b"].map(|name| (name, "not reached", Some("not reached")));

@@ -225,8 +225,8 @@ mod tests {
     #[test]
     fn a_skipped_test_names_its_reasons_without_its_own_name() {
         check(
-            "begin 3 1\nskip 3 SKIPPED a::b: root is required (run: as root)\nend 3 2 0",
-            &Verdict::Skipped("root is required (run: as root)".to_owned()),
+            "begin 3 1\nskip 3 SKIPPED a::b: root is required (remedy: run as root)\nend 3 2 0",
+            &Verdict::Skipped("root is required (remedy: run as root)".to_owned()),
         );
     }
 

@@ -185,8 +185,9 @@ impl Random {
     }
 }
 
-/// Runs a noisy neighbour until it is stopped: see the kinds. With `--on PORT` it waits for a connection to
-/// that port, so that all participants are started before the noise.
+/// Runs a noisy neighbour of a given kind ([`USAGE`] lists the kinds) until the process is killed. With `--on
+/// PORT`, first waits for a connection to that port, so that all participants are running before the noise
+/// starts.
 pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
     let arguments = match arguments {
         [option, port, rest @ ..] if option == "--on" => {

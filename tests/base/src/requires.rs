@@ -9,13 +9,13 @@ use std::path::PathBuf;
 pub struct Missing {
     /// Unmet requirement as a clause: "root is required".
     pub what: String,
-    /// Remedy.
+    /// Remedy in the imperative, or a command: "run the tests as root".
     pub remedy: String,
 }
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.what, self.remedy)
+        write!(f, "{} (remedy: {})", self.what, self.remedy)
     }
 }
 

@@ -169,7 +169,7 @@ fn cpu_time_is_shared_exactly_by_requests_with_proportional_weights() {
 
 fn only_on_v2(file: &str) -> requires::Missing {
     let what = format!("cgroup version 1 has no {file}");
-    requires::Missing { what, remedy: "cargo xtask vm boots kernels with version 2".to_owned() }
+    requires::Missing { what, remedy: "boot a kernel with version 2: cargo xtask vm".to_owned() }
 }
 
 #[test]

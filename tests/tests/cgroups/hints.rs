@@ -143,7 +143,7 @@ fn without_cap_sys_resource_the_trigger_has_the_window_that_the_kernel_wants_the
     match a_second {
         Ok(()) => {
             let what = "this kernel allows a window of a second without the capability";
-            return requires::skip(&requires::missing(what, "Linux 6.5 or later"));
+            return requires::skip(&requires::missing(what, "use Linux 6.5 or newer"));
         }
         Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}"),
     }
@@ -156,7 +156,10 @@ fn a_changed_counter_of_memory_events_is_notified() {
     require!(root);
     let pods = Pods::new("beelet-hint-events");
     if !pods.is_v2() {
-        return requires::skip(&requires::missing("the memory controller is version 1's", "pure cgroup v2"));
+        return requires::skip(&requires::missing(
+            "the memory controller uses cgroup v1",
+            "use a machine with pure cgroup v2",
+        ));
     }
     let events = pods.cgroups.memory_events(PODS).unwrap();
     // The kernel reports changes only after a first read.
@@ -173,8 +176,8 @@ fn usage_over_a_threshold_is_notified_on_version_1() {
     let pods = Pods::new("beelet-hint-usage");
     if pods.is_v2() {
         return requires::skip(&requires::missing(
-            "the memory controller is version 2's",
-            "cgroup v1 or hybrid",
+            "the memory controller uses cgroup v2",
+            "use a machine with cgroup v1 or hybrid",
         ));
     }
     let threshold = pods.cgroups.usage_threshold(PODS, 16 * MIB).unwrap();

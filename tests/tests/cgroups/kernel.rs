@@ -116,7 +116,7 @@ fn a_share_larger_than_the_parents_is_an_error_that_explains_itself() {
     let (_root, cgroups) = setup("beelet-cgroup-share");
     if cgroups.version() == Version::V2 {
         let what = "cgroup version 2 has no such rule: the tighter limit holds".to_owned();
-        requires::skip(&requires::Missing { what, remedy: "a machine with version 1".to_owned() });
+        requires::skip(&requires::Missing { what, remedy: "use a machine with version 1".to_owned() });
         return;
     }
     cgroups.ensure("/kubepods/burstable", &limits(&cgroups, Some(100), None)).unwrap();

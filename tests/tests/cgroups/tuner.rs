@@ -227,7 +227,7 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
         let what = format!(
             "only {rounds} of {KILLS} kills fitted into {KILLS_WITHIN:?}; the values were back after each"
         );
-        skip(&what, "BEELET_LONG=1 does them all");
+        skip(&what, "run all of them with BEELET_LONG=1");
     }
 }
 
@@ -236,7 +236,7 @@ fn a_hog_is_idle_while_a_server_waits() {
     require!(root, psi);
     let node = Node::new("beelet-tuner-loop");
     if node.cgroups.read(BEST_EFFORT, "cpu.idle").is_none() {
-        skip("the kernel has no cpu.idle", "Linux 5.15");
+        skip("the kernel has no cpu.idle", "use Linux 5.15 or newer");
         return;
     }
     let before = node.values();

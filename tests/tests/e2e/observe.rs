@@ -660,8 +660,8 @@ fn python() -> Result<PathBuf, Missing> {
     if import.status().is_ok_and(|status| status.success()) {
         return Ok(python);
     }
-    let remedy =
-        "python3 -m venv V && V/bin/pip install grpcio grpcio-tools, and V/bin/python in BEELET_PYTHON";
+    let remedy = "run `python3 -m venv V && V/bin/pip install grpcio grpcio-tools`, then set \
+                  BEELET_PYTHON=V/bin/python";
     Err(Missing { what: "Python has no grpcio-tools".into(), remedy: remedy.into() })
 }
 

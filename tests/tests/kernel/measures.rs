@@ -474,7 +474,7 @@ fn sparse_file(bytes: u64) -> Option<tempfile::NamedTempFile> {
     if [TMPFS, RAMFS].contains(&rustix::fs::fstatfs(file.as_file()).unwrap().f_type) {
         requires::skip(&requires::Missing {
             what: "the target folder is in memory, where pages can't be reclaimed".to_owned(),
-            remedy: "CARGO_TARGET_DIR on a disk".to_owned(),
+            remedy: "set CARGO_TARGET_DIR to a folder on a disk".to_owned(),
         });
         return None;
     }

@@ -46,7 +46,7 @@ impl Disk {
         }
         Err(requires::missing(
             format!("no file system here has projects: {}", refused.join("; ")),
-            "a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA; Debian: e2fsprogs, xfsprogs",
+            "use a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA; on Debian, install e2fsprogs and xfsprogs",
         ))
     }
 
@@ -61,7 +61,7 @@ impl Disk {
         if measure(&disk.volume).is_none() {
             return Err(requires::missing(
                 "the kernel does not count usage by project",
-                "a kernel with project quotas",
+                "use a kernel with project quotas",
             ));
         }
         Ok(disk)

@@ -28,7 +28,7 @@ const STATE: &str = "/sys/kernel/sched_ext/state";
 
 fn sched_ext() -> Result<(), Missing> {
     requires::bpf()?;
-    let remedy = "a kernel with CONFIG_SCHED_CLASS_EXT";
+    let remedy = "boot such a kernel: cargo xtask vm";
     Scheduler::supported().map_err(|error| requires::missing(error.to_string(), remedy))
 }
 

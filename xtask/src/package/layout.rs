@@ -19,7 +19,7 @@ const COPIED: &[(&str, &str)] = &[
     ("README.md", "usr/share/doc/beelet/README.md"),
     ("LICENSE", "usr/share/doc/beelet/copyright"),
 ];
-/// The configuration files, whose changes by an administrator dpkg keeps.
+/// The configuration files (dpkg conffiles): dpkg keeps an administrator's changes to them.
 pub(super) const CONFIGURATION: &[&str] = &["etc/beelet/beelet.yaml"];
 const COMPLETIONS: &[(&str, &str)] = &[
     ("bash", "usr/share/bash-completion/completions/beelet"),

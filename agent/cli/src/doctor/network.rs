@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{Finding, Patient};
 
 const CHECK: &str = "CNI plugins";
-/// The plugin that every sandbox needs in addition.
+/// The plugin that every sandbox needs in addition to those in the configuration.
 const LOOPBACK: &str = "loopback";
 pub(super) fn plugins(patient: &Patient) -> Vec<Finding> {
     // The runtime check reports a missing answer.

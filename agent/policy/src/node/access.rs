@@ -14,10 +14,10 @@ pub struct Access {
     pub subresource: &'static str,
 }
 
-/// Pages with a subresource of their own, which either that right or `proxy` opens.
+/// Pages with their own subresource; a right to either that subresource or `proxy` grants access.
 const FINE: [(&str, &str); 4] =
     [("/pods", "pods"), ("/healthz", "healthz"), ("/configz", "configz"), ("/runningpods", "pods")];
-/// Pages that only their own subresource opens.
+/// Pages with their own subresource; only a right to that subresource grants access.
 const COARSE: [(&str, &str); 4] =
     [("/stats", "stats"), ("/metrics", "metrics"), ("/logs", "log"), ("/checkpoint", "checkpoint")];
 /// Pages that act on a container regardless of the method.

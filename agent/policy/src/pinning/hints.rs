@@ -123,7 +123,8 @@ fn reachable(lists: &[Vec<Hint>], all: NodeSet) -> Vec<NodeSet> {
     subsets.iter().filter(there).map(|(_, set)| set).collect()
 }
 
-/// Adds to every set the values of the sets that have one node more, node by node; or undoes this.
+/// Replaces each set's value by the sum over all its supersets if `step` adds; restores the values if `step`
+/// subtracts (Möbius inversion).
 fn over_supersets(values: &mut [u64], step: impl Fn(u64, u64) -> u64) {
     let mut bit = 1_usize;
     while bit < values.len() {

@@ -48,7 +48,7 @@ pub enum CsiError {
     #[error("the driver's topology has more than {max} segments", max = SEGMENTS)]
     LargeTopology,
     /// A segment of the driver's topology cannot become a label of the Node.
-    #[error("the driver's topology {key:?}: {value:?} is not a valid label")]
+    #[error("the driver's topology segment {key:?}={value:?} is not a valid label")]
     BadSegment {
         /// The segment's key.
         key: String,

@@ -348,7 +348,7 @@ fn has_device(place: &Place) -> bool {
     ];
     for arguments in link {
         if let Err(error) = ip(&[&["-n", netns][..], arguments].concat()) {
-            let remedy = "modprobe veth, or a kernel built with CONFIG_VETH".to_owned();
+            let remedy = "modprobe veth, or use a kernel built with CONFIG_VETH".to_owned();
             requires::skip(&requires::Missing { what: format!("{error:#}"), remedy });
             return false;
         }
