@@ -37,6 +37,8 @@ pub struct Settings {
     pub instance: String,
     /// Services that the driver announces.
     pub services: Vec<String>,
+    /// Hides the service's socket until [`DraDriver::show`].
+    pub hidden: bool,
 }
 
 impl Settings {
@@ -47,6 +49,7 @@ impl Settings {
             name: name.to_owned(),
             instance: "a".to_owned(),
             services: vec!["v1.DRAPlugin".to_owned(), "v1beta1.DRAPlugin".to_owned()],
+            hidden: false,
         }
     }
 }
@@ -119,11 +122,16 @@ impl DraDriver {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let Ok(runtime) = runtime else { return };
             runtime.block_on(async {
-                let [socket, registry] = paths.map(|path| {
-                    let _ = fs::remove_file(&path);
-                    UnixListener::bind(&path)
-                });
-                let (Ok(socket), Ok(registry)) = (socket, registry) else { return };
+                let bind = |path: &Path| {
+                    let _ = fs::remove_file(path);
+                    UnixListener::bind(path)
+                };
+                let [own, registry] = &paths;
+                let Ok(socket) = bind(own) else { return };
+                if serving.settings.hidden && fs::rename(own, hidden(own)).is_err() {
+                    return;
+                }
+                let Ok(registry) = bind(registry) else { return };
                 let _ = ready.send(());
                 let node = tonic::transport::Server::builder()
                     .layer(tower::util::MapRequestLayer::new(by_our_name))
@@ -178,6 +186,15 @@ impl DraDriver {
         self.shared.health.send_replace(Some(vec![report]));
     }
 
+    /// Shows the hidden socket of the service.
+    ///
+    /// # Errors
+    /// The socket cannot be renamed.
+    pub fn show(&self) -> Result<()> {
+        let [socket, _] = &self.sockets;
+        fs::rename(hidden(socket), socket).context("cannot rename the driver's socket")
+    }
+
     /// Returns the last notification about the driver's registration.
     #[must_use]
     pub fn registration(&self) -> Option<(bool, String)> {
@@ -193,6 +210,11 @@ impl DraDriver {
             let _ = thread.join();
         }
     }
+}
+
+/// Returns the path of a hidden socket.
+fn hidden(socket: &Path) -> PathBuf {
+    socket.with_extension("hidden")
 }
 
 impl Drop for DraDriver {

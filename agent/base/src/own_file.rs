@@ -8,7 +8,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -24,14 +24,19 @@ const TRIES: usize = 3;
 
 /// Opens a plain file for reading. The kernel refuses a link, and the call does not wait for a FIFO.
 pub fn read(path: &Path) -> io::Result<File> {
-    let found = rustix::fs::openat(CWD, path, FOUND.union(OFlags::NOFOLLOW), Mode::empty())?;
-    reopen(&found, OFlags::RDONLY)
+    reopen(find(path)?, OFlags::RDONLY)
 }
 
 /// Opens a plain file for reading, through links too: for files of the node's administrator, which may be
 /// links, in folders that are often mounted into containers (`/etc`, that of CNI).
 pub fn read_through_links(path: &Path) -> io::Result<File> {
     reopen(rustix::fs::openat(CWD, path, FOUND, Mode::empty())?, OFlags::RDONLY)
+}
+
+/// Finds an entry of any kind without opening it, and follows no link. As long as the descriptor is open, no
+/// other entry of the file system can get the same inode number.
+pub fn find(path: &Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::openat(CWD, path, FOUND.union(OFlags::NOFOLLOW), Mode::empty())?)
 }
 
 /// Reads an open file of at most `most` bytes. `None` if it has more.

@@ -66,9 +66,12 @@ pub enum Error {
     /// The plugin did not return its registration info.
     #[error("{}", in_words(.0))]
     Info(Box<Status>),
-    /// The plugin did not return its registration info in time.
-    #[error("the plugin did not return its registration info in time")]
+    /// The plugin did not return its registration info, or did not accept the notification, in time.
+    #[error("the plugin did not answer in time")]
     Silent,
+    /// The plugin cannot be notified of its registration.
+    #[error("failed to send registration status: {}", in_words(.0))]
+    Notification(Box<Status>),
     /// The task that serves the plugin failed.
     #[error("device plugin call was interrupted: {0}")]
     Ended(#[from] tokio::task::JoinError),

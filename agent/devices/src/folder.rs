@@ -46,10 +46,34 @@ pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, Error> {
 ///
 /// # Errors
 /// The path does not exist, is not a socket, or is outside `dir`.
-pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
+fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
+    let canonical = inside(dir, path, path.canonicalize())?;
+    check_socket(path, &canonical)?;
+    Ok(canonical)
+}
+
+/// Returns the canonical path of the socket at `path`, as [`within`] does. A plugin may register before its
+/// service listens, as under the kubelet: if the file is missing, its folder must be below `dir`. Blocks.
+///
+/// # Errors
+/// The path is not a socket or is outside `dir`, or its folder is missing.
+pub(super) fn service_within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
+        return within(dir, path);
+    };
+    match path.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            inside(dir, path, folder.canonicalize().map(|folder| folder.join(name)))
+        }
+        _ => within(dir, path),
+    }
+}
+
+/// Returns the canonical form of `path` if it is below `dir`.
+fn inside(dir: &Path, path: &Path, canonical: io::Result<PathBuf>) -> Result<PathBuf, Error> {
     let bad = |why: String| Error::Socket { path: path.to_owned(), why };
     let failed = |error: io::Error| bad(error.to_string());
-    let canonical = path.canonicalize().map_err(failed)?;
+    let canonical = canonical.map_err(failed)?;
     if !canonical.starts_with(dir.canonicalize().map_err(failed)?) {
         return Err(bad(format!(
             "the path leads to {}, which is not in {}",
@@ -57,10 +81,13 @@ pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
             dir.display()
         )));
     }
-    if !fs::metadata(&canonical).map_err(failed)?.file_type().is_socket() {
-        return Err(bad("the path is not a socket".to_owned()));
-    }
     Ok(canonical)
+}
+
+fn check_socket(path: &Path, canonical: &Path) -> Result<(), Error> {
+    let bad = |why: String| Error::Socket { path: path.to_owned(), why };
+    let kind = fs::metadata(canonical).map_err(|error| bad(error.to_string()))?.file_type();
+    if kind.is_socket() { Ok(()) } else { Err(bad("the path is not a socket".to_owned())) }
 }
 
 /// Maximum number of sockets per folder, and maximum depth.
@@ -135,6 +162,23 @@ mod tests {
             "a\0b",
         ] {
             assert!(socket_in(&inside, endpoint).is_err(), "{endpoint:?}");
+        }
+    }
+
+    #[test]
+    fn a_service_may_be_missing_but_not_lead_outside() {
+        let dir = tempfile::tempdir().unwrap();
+        let inside = dir.path().join("plugins");
+        fs::create_dir_all(inside.join("gpu")).unwrap();
+        let _listener = UnixListener::bind(inside.join("gpu/dra.sock")).unwrap();
+        fs::write(inside.join("file"), "").unwrap();
+        symlink("/nowhere/x.sock", inside.join("dangling")).unwrap();
+        symlink("..", inside.join("up")).unwrap();
+        for good in ["gpu/dra.sock", "gpu/later.sock"] {
+            assert_eq!(service_within(&inside, &inside.join(good)).unwrap(), inside.join(good));
+        }
+        for bad in ["../later.sock", "up/later.sock", "missing/later.sock", "dangling", "file"] {
+            assert!(service_within(&inside, &inside.join(bad)).is_err(), "{bad}");
         }
     }
 

@@ -5,7 +5,9 @@
 
 use std::{
     collections::BTreeMap,
-    os::unix::fs::MetadataExt as _,
+    fs::{self, File},
+    io,
+    os::{fd::OwnedFd, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -26,7 +28,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, warn};
 
 use super::{Error, folder, ledger::Shared, plugin, register};
-use beelet_base::blocking::blocking;
+use beelet_base::{blocking::blocking, own_file};
 use beelet_model::plugins::PluginHandler;
 use beelet_serve::client::dial;
 
@@ -39,8 +41,17 @@ const MAX_MEETINGS: usize = 16;
 /// Minimum and maximum delay before a failed socket is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(120));
 
-/// Path and inode of a socket: another file at the same path is another plugin.
-type Identity = (PathBuf, u64);
+/// Path, device and inode of a socket: another file at the same path is another plugin.
+type Identity = (PathBuf, u64, u64);
+
+/// Socket in the registry.
+#[derive(Debug)]
+struct Socket {
+    identity: Identity,
+    /// Keeps the inode's number in use, so that the socket of a restarted plugin gets another one. `None` if
+    /// the descriptor cannot be opened (EMFILE): the number may be used again then.
+    file: Option<OwnedFd>,
+}
 
 /// Connection to a socket in the registry.
 type Client = RegistrationClient<tonic::transport::Channel>;
@@ -50,14 +61,38 @@ type Client = RegistrationClient<tonic::transport::Channel>;
 enum SocketState {
     /// The socket is being queried, after `tries` failures.
     Meeting { tries: u32, task: AbortHandle },
-    /// Device plugin that serves this resource at this socket.
-    Plugin { resource: String, socket: PathBuf },
-    /// Plugin of another kind.
-    Other { handler: Arc<dyn PluginHandler>, name: String, socket: PathBuf },
+    /// The plugin is registered, and being notified of it, after `tries` failures.
+    Notifying { tries: u32, task: AbortHandle, plugin: Registered },
+    /// The plugin is registered and knows.
+    Registered(Registered),
     /// The query failed and will be retried.
     Failed { tries: u32, retry_at: Instant },
     /// Plugin of a kind without a handler.
     Foreign,
+}
+
+/// Registered plugin.
+#[derive(Clone, Debug)]
+enum Registered {
+    /// Device plugin that serves this resource at this socket.
+    Device { resource: String, socket: PathBuf },
+    /// Plugin of another kind.
+    Other { handler: Arc<dyn PluginHandler>, name: String, socket: PathBuf },
+}
+
+/// Result of a query that did not fail.
+enum Met {
+    /// The plugin is registered, and waits for the notification of this client.
+    Registered(Registered, Client),
+    /// No handler has the plugin's kind.
+    Foreign,
+}
+
+/// State of a known socket, and the descriptor that keeps its inode's number in use.
+#[derive(Debug)]
+struct Known {
+    state: SocketState,
+    _file: Option<OwnedFd>,
 }
 
 /// Handlers of other kinds of plugins, by the kind in the plugin's registration info.
@@ -69,7 +104,8 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
     let tracker = TaskTracker::new();
     let handlers = Arc::new(handlers);
     let host = Host { shared, handlers, tracker: tracker.clone(), shutdown: shutdown.clone() };
-    let mut registry = Registry { host, known: BTreeMap::new(), meetings: JoinSet::new() };
+    let mut registry =
+        Registry { host, known: BTreeMap::new(), meetings: JoinSet::new(), notifications: JoinSet::new() };
     let mut events = Inotify::init().and_then(|inotify| inotify.into_event_stream(vec![0; BUFFER]));
     if let Err(error) = &events {
         warn!(%error, "cannot watch {}; scanning it every {} s", dir.display(), RESCAN.as_secs());
@@ -78,10 +114,9 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
         let folder = dir.clone();
         let scanned = blocking("looking for device plugins", move || {
             // The folder must exist to be watched. If creating it fails, the scan below finds nothing.
-            let _ = std::fs::create_dir_all(&folder);
+            let _ = fs::create_dir_all(&folder);
             let (folders, sockets) = folder::scan(&folder);
-            let identity = |path: PathBuf| std::fs::metadata(&path).ok().map(|m| (path, m.ino()));
-            (folders, sockets.into_iter().filter_map(identity).collect::<Vec<Identity>>())
+            (folders, sockets.into_iter().filter_map(|path| find(path).ok()).collect::<Vec<Socket>>())
         });
         let (folders, sockets) = scanned.await;
         if let Ok(events) = &mut events {
@@ -93,12 +128,23 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
             () = shutdown.cancelled() => break,
             () = changed(&mut events) => {}
             Some(met) = registry.meetings.join_next_with_id() => registry.met(met),
+            Some(notified) = registry.notifications.join_next_with_id() => registry.notified(notified),
             () = tokio::time::sleep_until(retry.min(Instant::now() + RESCAN)) => {}
         }
     }
     drop(registry);
     tracker.close();
     tracker.wait().await;
+}
+
+/// Finds the socket at this path. Blocks.
+fn find(path: PathBuf) -> io::Result<Socket> {
+    let file = own_file::find(&path).ok();
+    let metadata = match &file {
+        Some(file) => File::from(file.try_clone()?).metadata()?,
+        None => fs::symlink_metadata(&path)?,
+    };
+    Ok(Socket { identity: (path, metadata.dev(), metadata.ino()), file })
 }
 
 /// Adds watches; adding an existing one has no effect.
@@ -111,7 +157,7 @@ fn arm(events: &mut EventStream<Vec<u8>>, folders: &[PathBuf]) {
     }
 }
 
-async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
+async fn changed(events: &mut io::Result<EventStream<Vec<u8>>>) {
     if let Ok(events) = events
         && events.next().await.is_some()
     {
@@ -131,69 +177,122 @@ struct Host {
 
 struct Registry {
     host: Host,
-    known: BTreeMap<Identity, SocketState>,
-    meetings: JoinSet<Result<SocketState, Error>>,
+    known: BTreeMap<Identity, Known>,
+    meetings: JoinSet<Result<Met, Error>>,
+    notifications: JoinSet<Result<(), Error>>,
 }
 
 impl Registry {
     /// Deregisters plugins whose sockets disappeared, and starts queries of sockets that are new or due
     /// again.
-    fn update(&mut self, sockets: Vec<Identity>) {
-        let gone: Vec<Identity> =
-            self.known.keys().filter(|known| !sockets.contains(known)).cloned().collect();
+    fn update(&mut self, sockets: Vec<Socket>) {
+        let gone: Vec<Identity> = self
+            .known
+            .keys()
+            .filter(|known| !sockets.iter().any(|socket| socket.identity == **known))
+            .cloned()
+            .collect();
         for identity in gone {
             if let Some(known) = self.known.remove(&identity) {
-                self.part(known);
+                self.part(known.state);
             }
         }
-        let due = sockets.into_iter().filter_map(|identity| match self.known.get(&identity) {
-            None => Some((0, identity)),
-            Some(SocketState::Failed { tries, retry_at }) if *retry_at <= Instant::now() => {
-                Some((*tries, identity))
+        let now = Instant::now();
+        let due = sockets.into_iter().filter_map(|socket| {
+            match self.known.get(&socket.identity).map(|known| &known.state) {
+                None => Some((0, socket)),
+                Some(SocketState::Failed { tries, retry_at }) if *retry_at <= now => Some((*tries, socket)),
+                Some(_) => None,
             }
-            Some(_) => None,
         });
-        let mut due: Vec<(u32, Identity)> = due.collect();
-        due.sort();
+        let mut due: Vec<(u32, Socket)> = due.collect();
+        due.sort_by(|(tries, socket), (other_tries, other)| {
+            (tries, &socket.identity).cmp(&(other_tries, &other.identity))
+        });
         let room = MAX_MEETINGS.saturating_sub(self.meetings.len());
-        for (tries, identity) in due.into_iter().take(room) {
+        for (tries, Socket { identity, file }) in due.into_iter().take(room) {
             let (host, path) = (self.host.clone(), identity.0.clone());
             let task = self.meetings.spawn(async move { host.introduce(&path).await });
-            self.known.insert(identity, SocketState::Meeting { tries, task });
+            self.known.insert(identity, Known { state: SocketState::Meeting { tries, task }, _file: file });
         }
     }
 
-    fn part(&self, known: SocketState) {
-        match known {
-            SocketState::Plugin { resource, socket } => {
-                debug!(resource, "the device plugin's socket was removed from the registry");
-                self.host.shared.deregister(&resource, &socket);
+    fn part(&self, state: SocketState) {
+        match state {
+            SocketState::Notifying { task, plugin, .. } => {
+                task.abort();
+                self.deregister(&plugin);
             }
-            SocketState::Other { handler, name, socket } => handler.deregister(&name, &socket),
+            SocketState::Registered(plugin) => self.deregister(&plugin),
             SocketState::Meeting { task, .. } => task.abort(),
             SocketState::Failed { .. } | SocketState::Foreign => {}
         }
     }
 
-    /// Processes the result of a query.
-    fn met(&mut self, met: Result<(task::Id, Result<SocketState, Error>), JoinError>) {
+    fn deregister(&self, plugin: &Registered) {
+        match plugin {
+            Registered::Device { resource, socket } => {
+                debug!(resource, "deregistering a device plugin of the registry");
+                self.host.shared.deregister(resource, socket);
+            }
+            Registered::Other { handler, name, socket } => handler.deregister(name, socket),
+        }
+    }
+
+    /// Processes the result of a query: a registered plugin is notified.
+    fn met(&mut self, met: Result<(task::Id, Result<Met, Error>), JoinError>) {
         let (id, met) = match met {
             Ok(met) => met,
             Err(error) => (error.id(), Err(error.into())),
         };
-        let of_id =
-            |known: &SocketState| matches!(known, SocketState::Meeting { task, .. } if task.id() == id);
-        let Some((identity, known)) = self.known.iter_mut().find(|(_, known)| of_id(known)) else {
+        let of_task = |state: &SocketState| match state {
+            SocketState::Meeting { tries, task } if task.id() == id => Some(*tries),
+            _ => None,
+        };
+        let known = self.known.iter_mut().find_map(|(identity, known)| {
+            of_task(&known.state).map(|tries| (&identity.0, &mut known.state, tries))
+        });
+        let Some((socket, state, tries)) = known else {
             // The socket has been removed in the meantime.
-            met.into_iter().for_each(|known| self.part(known));
+            if let Ok(Met::Registered(plugin, _)) = met {
+                self.deregister(&plugin);
+            }
             return;
         };
-        let SocketState::Meeting { tries, .. } = *known else { return };
-        *known = met.unwrap_or_else(|cause| {
-            let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
-            warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "cannot register a plugin: {cause}");
-            SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now().after(pause) }
+        *state = match met {
+            Ok(Met::Registered(plugin, mut client)) => {
+                let task = self.notifications.spawn(async move { notify(&mut client, None).await });
+                SocketState::Notifying { tries, task, plugin }
+            }
+            Ok(Met::Foreign) => SocketState::Foreign,
+            Err(cause) => failed(socket, tries, &cause),
+        };
+    }
+
+    /// Processes the result of a notification. A plugin without it may wait for it forever: it is
+    /// deregistered and registered again, as by the kubelet (GenerateRegisterPluginFunc).
+    fn notified(&mut self, notified: Result<(task::Id, Result<(), Error>), JoinError>) {
+        let (id, notified) = match notified {
+            Ok(notified) => notified,
+            Err(error) => (error.id(), Err(error.into())),
+        };
+        let of_task = |state: &SocketState| match state {
+            SocketState::Notifying { tries, task, plugin } if task.id() == id => {
+                Some((*tries, plugin.clone()))
+            }
+            _ => None,
+        };
+        let known = self.known.iter_mut().find_map(|(identity, known)| {
+            of_task(&known.state).map(|of_task| (&identity.0, &mut known.state, of_task))
         });
+        let Some((socket, state, (tries, plugin))) = known else { return };
+        match notified {
+            Ok(()) => *state = SocketState::Registered(plugin),
+            Err(cause) => {
+                *state = failed(socket, tries, &cause);
+                self.deregister(&plugin);
+            }
+        }
     }
 
     /// Returns the time of the next retry. Sockets beyond the maximum number of queries follow when a query
@@ -203,7 +302,7 @@ impl Registry {
         if self.meetings.len() >= MAX_MEETINGS {
             return later;
         }
-        let retries = self.known.values().filter_map(|known| match known {
+        let retries = self.known.values().filter_map(|known| match &known.state {
             SocketState::Failed { retry_at, .. } => Some(*retry_at),
             _ => None,
         });
@@ -211,57 +310,52 @@ impl Registry {
     }
 }
 
+/// Logs a failure, and returns the state of its socket after `tries` earlier failures.
+fn failed(socket: &Path, tries: u32, cause: &Error) -> SocketState {
+    let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
+    warn!(socket = %socket.display(), retry_in_seconds = pause.as_secs_f32(), "cannot register a plugin: {cause}");
+    SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now().after(pause) }
+}
+
 impl Host {
-    /// Queries a socket, registers its plugin and notifies the plugin of the result.
-    async fn introduce(&self, path: &Path) -> Result<SocketState, Error> {
+    /// Queries a socket and registers its plugin. Notifies the plugin of a failure; the caller notifies it of
+    /// success, since a plugin whose socket disappears must be deregistered meanwhile.
+    async fn introduce(&self, path: &Path) -> Result<Met, Error> {
         let mut client = RegistrationClient::new(dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
         let info = match asked {
             Ok(info) => info.map_err(|status| Error::Info(Box::new(status)))?.into_inner(),
             Err(_) => return Err(Error::Silent),
         };
-        if let Some(handler) = self.handlers.get(&*info.r#type) {
-            let registered = self.hand_over(path, info, Arc::clone(handler)).await;
-            self.answer(client, &registered).await;
-            return registered;
-        }
-        if info.r#type != "DevicePlugin" {
-            let error = format!(
-                "no handler registered for plugin type: {} at socket {}",
-                info.r#type,
-                path.display()
-            );
+        let registered = if let Some(handler) = self.handlers.get(&*info.r#type) {
+            self.hand_over(path, info, Arc::clone(handler)).await
+        } else if info.r#type == "DevicePlugin" {
+            let registered = self.register(path, info).await;
+            if registered.is_err() {
+                self.shared.metrics.refused_registrations.inc();
+            }
+            registered
+        } else {
+            let (kind, socket) = (info.r#type, path.display());
+            let error = format!("no handler registered for plugin type: {kind} at socket {socket}");
             debug!("{error}");
-            notify(&mut client, Some(error)).await;
-            return Ok(SocketState::Foreign);
-        }
-        let registered = self.register(path, info).await;
-        if registered.is_err() {
-            self.shared.metrics.refused_registrations.inc();
-        }
-        self.answer(client, &registered).await;
-        registered
-    }
-
-    /// Notifies a plugin of the result of its registration. A success is sent by another task: if the socket
-    /// disappears before the notification is delivered, the query has already completed and its registration
-    /// is undone; aborting the query would leave the registration behind.
-    async fn answer(&self, mut client: Client, registered: &Result<SocketState, Error>) {
-        let Err(cause) = registered else {
-            let shutdown = self.shutdown.clone();
-            self.tracker.spawn(async move {
-                shutdown.run_until_cancelled(notify(&mut client, None)).await;
-            });
-            return;
+            refuse(&mut client, error).await;
+            return Ok(Met::Foreign);
         };
-        notify(&mut client, Some(cause.to_string())).await;
+        match registered {
+            Ok(plugin) => Ok(Met::Registered(plugin, client)),
+            Err(cause) => {
+                refuse(&mut client, cause.to_string()).await;
+                Err(cause)
+            }
+        }
     }
 
-    async fn register(&self, path: &Path, info: PluginInfo) -> Result<SocketState, Error> {
+    async fn register(&self, path: &Path, info: PluginInfo) -> Result<Registered, Error> {
         registration::check(&info.supported_versions, &info.name)?;
         let socket = self.service(path, &info).await?;
         register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
-        Ok(SocketState::Plugin { resource: info.name, socket })
+        Ok(Registered::Device { resource: info.name, socket })
     }
 
     /// Passes a plugin of another kind to its handler.
@@ -270,11 +364,11 @@ impl Host {
         path: &Path,
         info: PluginInfo,
         handler: Arc<dyn PluginHandler>,
-    ) -> Result<SocketState, Error> {
+    ) -> Result<Registered, Error> {
         let socket = self.service(path, &info).await?;
         let registered = handler.register(&info.name, &info.supported_versions, &socket).await;
         registered.map_err(Error::Refused)?;
-        Ok(SocketState::Other { handler, name: info.name, socket })
+        Ok(Registered::Other { handler, name: info.name, socket })
     }
 
     /// Returns the socket at which a plugin serves: the endpoint in its info, or the socket of its
@@ -285,22 +379,31 @@ impl Host {
             return Err(Error::Relative(service));
         }
         let dir = self.shared.settings.kubelet_dir.clone();
-        blocking("finding a plugin's socket", move || folder::within(&dir, &service)).await
+        blocking("finding a plugin's socket", move || folder::service_within(&dir, &service)).await
     }
 }
 
-/// Notifies a plugin of the result of its registration. Does not retry.
-async fn notify(client: &mut Client, error: Option<String>) {
+/// Notifies a plugin of the result of its registration: success, or this error.
+async fn notify(client: &mut Client, error: Option<String>) -> Result<(), Error> {
     let status = RegistrationStatus { plugin_registered: error.is_none(), error: error.unwrap_or_default() };
-    let notified =
-        tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.notify_registration_status(status)).await;
-    if !matches!(notified, Ok(Ok(_))) {
-        debug!("cannot notify a plugin of the result of its registration");
+    let notified = client.notify_registration_status(status);
+    match tokio::time::timeout(plugin::CONNECT_TIMEOUT, notified).await {
+        Ok(notified) => notified.map(drop).map_err(|status| Error::Notification(Box::new(status))),
+        Err(_) => Err(Error::Silent),
+    }
+}
+
+/// Notifies a plugin that its registration failed. Does not retry: the next query repeats it.
+async fn refuse(client: &mut Client, error: String) {
+    if let Err(error) = notify(client, Some(error)).await {
+        debug!(%error, "cannot notify a plugin of its failed registration");
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use beelet_model::plugins::Registering;
     use beelet_proto::pluginregistration::{
         RegistrationStatusResponse,
@@ -314,12 +417,16 @@ mod tests {
     use crate::{Metrics, Settings};
     use beelet_policy::devices::Devices;
 
-    /// Plugin that never answers the notification.
-    #[derive(Debug)]
-    struct Deaf;
+    /// Plugin that answers its first `failures` notifications with an error; with `u32::MAX`, no notification
+    /// gets an answer.
+    #[derive(Clone, Debug, Default)]
+    struct Driver {
+        failures: u32,
+        notifications: Arc<AtomicU32>,
+    }
 
     #[tonic::async_trait]
-    impl Registration for Deaf {
+    impl Registration for Driver {
         async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
             let (r#type, name) = ("DRAPlugin".to_owned(), "gpu.example.com".to_owned());
             Ok(Response::new(PluginInfo { r#type, name, ..Default::default() }))
@@ -329,7 +436,14 @@ mod tests {
             &self,
             _: Request<RegistrationStatus>,
         ) -> Result<Response<RegistrationStatusResponse>, Status> {
-            std::future::pending().await
+            if self.failures == u32::MAX {
+                std::future::pending::<()>().await;
+            }
+            let earlier = self.notifications.fetch_add(1, Ordering::Relaxed);
+            if earlier < self.failures {
+                return Err(Status::internal("simulated failure"));
+            }
+            Ok(Response::new(RegistrationStatusResponse {}))
         }
     }
 
@@ -348,31 +462,80 @@ mod tests {
         }
     }
 
+    /// A watched registry.
+    struct Fixture {
+        _dir: tempfile::TempDir,
+        socket: PathBuf,
+        counts: channel::Receiver<(u32, u32)>,
+        servers: JoinSet<anyhow::Result<()>>,
+        shutdown: CancellationToken,
+        watching: task::JoinHandle<()>,
+    }
+
+    impl Fixture {
+        async fn with(driver: Driver) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let settings = Settings::new(dir.path().to_owned());
+            let registry = settings.registry_dir();
+            fs::create_dir_all(&registry).unwrap();
+            let counting = Arc::new(Counting::default());
+            let counts = counting.0.subscribe();
+            let handlers: Handlers = [("DRAPlugin", counting as Arc<dyn PluginHandler>)].into();
+            let shared = Arc::new(Shared::new(Devices::default(), settings, Metrics::default()));
+            let shutdown = CancellationToken::new();
+            let watching = tokio::spawn(watch(shared, handlers, shutdown.clone()));
+            let socket = registry.join("gpu.sock");
+            let mut fixture = Self { _dir: dir, socket, counts, servers: JoinSet::new(), shutdown, watching };
+            fixture.serve(driver).await;
+            fixture
+        }
+
+        async fn serve(&mut self, driver: Driver) {
+            let listener = grpc::bind(&self.socket).await.unwrap();
+            let routes = Routes::new(RegistrationServer::new(driver));
+            self.servers.spawn(grpc::serve_others(listener, routes, CancellationToken::new()));
+        }
+
+        /// Waits for these numbers of registrations and deregistrations.
+        async fn wait_for(&mut self, expected: (u32, u32)) {
+            let reached = self.counts.wait_for(|counts| *counts == expected);
+            tokio::time::timeout(Duration::from_secs(60), reached).await.unwrap().unwrap();
+        }
+
+        async fn end(self) {
+            self.shutdown.cancel();
+            self.watching.await.unwrap();
+        }
+    }
+
     #[tokio::test]
     async fn a_plugin_that_vanishes_before_its_notification_is_deregistered() {
-        let dir = tempfile::tempdir().unwrap();
-        let settings = Settings::new(dir.path().to_owned());
-        let registry = settings.registry_dir();
-        std::fs::create_dir_all(&registry).unwrap();
-        let socket = registry.join("gpu.sock");
-        let listener = grpc::bind(&socket).await.unwrap();
-        let (shutdown, mut running) = (CancellationToken::new(), JoinSet::new());
-        let routes = Routes::new(RegistrationServer::new(Deaf));
-        running.spawn(grpc::serve_others(listener, routes, CancellationToken::new()));
-        let counting = Arc::new(Counting::default());
-        let mut counts = counting.0.subscribe();
-        let handlers: Handlers = [("DRAPlugin", Arc::clone(&counting) as Arc<dyn PluginHandler>)].into();
-        let shared = Arc::new(Shared::new(Devices::default(), settings, Metrics::default()));
-        let watching = tokio::spawn(watch(shared, handlers, shutdown.clone()));
-        let patience = Duration::from_secs(60);
-        let mut come_to = async |expected: (u32, u32)| {
-            let reached = counts.wait_for(|counts| *counts == expected);
-            tokio::time::timeout(patience, reached).await.unwrap().unwrap();
-        };
-        come_to((1, 0)).await;
-        std::fs::remove_file(&socket).unwrap();
-        come_to((1, 1)).await;
-        shutdown.cancel();
-        watching.await.unwrap();
+        let mut fixture = Fixture::with(Driver { failures: u32::MAX, ..Driver::default() }).await;
+        fixture.wait_for((1, 0)).await;
+        fs::remove_file(&fixture.socket).unwrap();
+        fixture.wait_for((1, 1)).await;
+        fixture.end().await;
+    }
+
+    #[tokio::test]
+    async fn a_plugin_that_is_back_at_once_is_registered_again() {
+        let mut fixture = Fixture::with(Driver::default()).await;
+        for restarts in 1..=8 {
+            fixture.wait_for((restarts, restarts - 1)).await;
+            // Most file systems give the new socket the old one's inode number, if nothing keeps that in use.
+            fs::remove_file(&fixture.socket).unwrap();
+            fixture.serve(Driver::default()).await;
+        }
+        fixture.wait_for((9, 8)).await;
+        fixture.end().await;
+    }
+
+    #[tokio::test]
+    async fn a_plugin_that_fails_its_notification_is_registered_again() {
+        let driver = Driver { failures: 1, ..Driver::default() };
+        let mut fixture = Fixture::with(driver.clone()).await;
+        fixture.wait_for((2, 1)).await;
+        fixture.end().await;
+        assert!(driver.notifications.load(Ordering::Relaxed) >= 1);
     }
 }

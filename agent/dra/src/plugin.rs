@@ -7,7 +7,7 @@ use std::{
 };
 
 use beelet_proto::dra::{health, v1 as wire};
-use beelet_serve::client::{DialError, Link, dial_linked};
+use beelet_serve::client::{Link, dial_linked, lazy};
 use prost::Message;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
@@ -50,22 +50,20 @@ pub(crate) struct Plugin {
 }
 
 impl Plugin {
-    /// Connects to a plugin; `wake` is notified when the connection changes.
-    ///
-    /// # Errors
-    /// The socket does not accept a connection.
-    pub(crate) async fn dial(
+    /// Returns a plugin without a connection, which the first call or [`Self::reconnect`] opens; `wake` is
+    /// notified when the connection changes.
+    pub(crate) fn new(
         driver: &str,
         socket: &Path,
         service: &'static str,
         wake: Arc<Notify>,
         metrics: Metrics,
-    ) -> Result<Self, DialError> {
+    ) -> Self {
         let link = Link::waking(wake);
-        let channel = Arc::new(Mutex::new(dial_linked(socket, &link).await?));
+        let channel = Arc::new(Mutex::new(lazy(socket, &link)));
         let (driver, socket) = (driver.to_owned(), socket.to_owned());
         let deregistered = CancellationToken::new();
-        Ok(Self { number: 0, deregistered, driver, socket, service, link, channel, metrics })
+        Self { number: 0, deregistered, driver, socket, service, link, channel, metrics }
     }
 
     /// Returns the driver's name.

@@ -52,9 +52,9 @@ impl Dra {
         if !policy::is_driver_name(name) {
             return Err(format!("invalid DRA driver name {name:.64?}"));
         }
-        let dialled =
-            Plugin::dial(name, socket, service, Arc::clone(&self.0.wake), self.0.metrics.clone()).await;
-        let mut plugin = dialled.map_err(|error| error.to_string())?;
+        // A plugin may register before its service listens, as under the kubelet: `watch` connects it then.
+        let mut plugin = Plugin::new(name, socket, service, Arc::clone(&self.0.wake), self.0.metrics.clone());
+        plugin.reconnect().await;
         let mut plugins = lock(&self.0.plugins);
         let all = plugins.entry(name.to_owned()).or_default();
         if all.iter().any(|known| known.socket() == socket) {
@@ -68,6 +68,7 @@ impl Dra {
         let number = plugin.number;
         all.push(plugin);
         self.0.registered.send_replace(number);
+        self.0.wake.notify_one();
         info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "registered a plugin of a DRA driver");
         drop(plugins);
         self.publish_presences();

@@ -46,23 +46,40 @@ pub async fn dial(socket: &Path) -> Result<Channel, DialError> {
 /// # Errors
 /// No process answers there.
 pub async fn dial_linked(socket: &Path, link: &Link) -> Result<Channel, DialError> {
-    let (path, link): (PathBuf, Link) = (socket.to_owned(), link.clone());
-    let connector = tower::service_fn(move |_: Uri| {
-        let (path, link) = (path.clone(), link.clone());
-        async move {
-            let stream = UnixStream::connect(path).await?;
-            Ok::<_, io::Error>(TokioIo::new(Linked { stream, _held: link.hold() }))
-        }
-    });
-    // A socket's path is not a valid authority, and servers in other languages reject it too.
-    let endpoint = Endpoint::from_static("http://localhost").connect_timeout(CONNECT_TIMEOUT);
-    let dialled = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
+    let endpoint = endpoint();
+    let connecting = endpoint.connect_with_connector(connector(socket, link));
+    let dialled = tokio::time::timeout(CONNECT_TIMEOUT, connecting).await;
     let why = match dialled {
         Ok(Ok(channel)) => return Ok(channel),
         Ok(Err(error)) => cause(&error),
         Err(_) => "timed out".to_owned(),
     };
     Err(DialError { socket: socket.to_owned(), why })
+}
+
+/// Returns a channel to a unix socket, which the first call opens; `link` counts its connections.
+#[must_use]
+pub fn lazy(socket: &Path, link: &Link) -> Channel {
+    endpoint().connect_with_connector_lazy(connector(socket, link))
+}
+
+/// A socket's path is not a valid authority, and servers in other languages reject it too.
+fn endpoint() -> Endpoint {
+    Endpoint::from_static("http://localhost").connect_timeout(CONNECT_TIMEOUT)
+}
+
+fn connector(
+    socket: &Path,
+    link: &Link,
+) -> impl tower::Service<Uri, Response = TokioIo<Linked>, Error = io::Error, Future: Send> + Send + 'static {
+    let (path, link): (PathBuf, Link) = (socket.to_owned(), link.clone());
+    tower::service_fn(move |_: Uri| {
+        let (path, link) = (path.clone(), link.clone());
+        async move {
+            let stream = UnixStream::connect(path).await?;
+            Ok(TokioIo::new(Linked { stream, _held: link.hold() }))
+        }
+    })
 }
 
 /// Connection state of a channel, with notification of changes. Clones share the state.

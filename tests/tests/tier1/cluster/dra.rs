@@ -275,6 +275,19 @@ async fn a_pod_waits_for_its_driver_and_its_faults_and_other_pods_do_not() {
 }
 
 #[tokio::test]
+async fn a_driver_registers_before_its_service_listens() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.dra_driver(|settings| settings.hidden = true);
+    member.pod_with_claim("web", "big");
+    member.until_event("FailedPrepareDynamicResources", "NodePrepareResources: rpc error").await;
+    driver.show().unwrap();
+    member.until_running("web").await;
+    assert_eq!(driver.calls(PREPARE), [["big"]]);
+    member.scene.is_well();
+}
+
+#[tokio::test]
 async fn a_pod_has_not_ended_before_its_claims_are_unprepared() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
