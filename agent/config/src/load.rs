@@ -421,12 +421,11 @@ fn known<T: DeserializeOwned>(
         } else if used.contains(&name.as_str()) {
             known.insert(name, value);
         } else if let Some(reason) = unsupported::reason(&name).filter(|_| is_kubelet) {
-            let message = format!("has no effect: {reason}");
-            faults.warnings.push(Warning {
-                place: FilePlace::new(path, position),
-                field: name.clone(),
-                message,
-            });
+            if !unsupported::is_unset(&name, &value) {
+                let message = format!("has no effect: {reason}");
+                let place = FilePlace::new(path, position);
+                faults.warnings.push(Warning { place, field: name.clone(), message });
+            }
             unread.insert(name, value);
         } else {
             let others = unsupported::names().filter(|_| is_kubelet);

@@ -54,10 +54,13 @@ pub(super) fn amounts(wire: &mut KubeletWire) -> Result<[BTreeMap<String, Quanti
         let count = i64::try_from(cpus.len()).unwrap_or(i64::MAX);
         system.insert("cpu".to_owned(), Quantity::from_units(count));
         kube.remove("cpu");
+        let written = &mut wire.system_reserved.get_or_insert_default().0;
+        written.insert("cpu".to_owned(), count.to_string());
+        wire.kube_reserved.get_or_insert_default().0.remove("cpu");
     }
-    let text = |(name, amount): (&String, &Quantity)| (name.clone(), amount.to_string());
-    wire.system_reserved = Some(Amounts(system.iter().map(text).collect()));
-    wire.kube_reserved = Some(Amounts(kube.iter().map(text).collect()));
+    // The effective document has the amounts as written, as a kubelet's: programs compare the texts.
+    wire.system_reserved.get_or_insert_default();
+    wire.kube_reserved.get_or_insert_default();
     Ok([system, kube])
 }
 

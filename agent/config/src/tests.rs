@@ -467,6 +467,20 @@ fn fields_without_an_effect_are_shown_as_they_were_written_or_as_the_kubelets_de
     assert_eq!(shown(&config, "syncFrequency"), "2m");
 }
 
+#[test]
+fn zeros_of_fields_without_an_effect_cause_no_warning() {
+    let warned = |text: &str| -> Vec<String> {
+        let (_, warnings) = layered(&kubelet(text), &[], &[]).unwrap();
+        warnings.into_iter().map(|warning| warning.field).collect()
+    };
+    // As kubeadm writes them.
+    let zeros = "httpCheckFrequency: 0s\nsyncFrequency: 0s\nlogging:\n  flushFrequency: 0\n  options:\n    \
+                 json: {infoBufferSize: \"0\"}\n  verbosity: 0";
+    assert_eq!(warned(zeros), [""; 0]);
+    assert_eq!(warned("syncFrequency: 1s\nlogging: {verbosity: 2}"), ["syncFrequency", "logging"]);
+    assert_eq!(warned("kubeAPIQPS: 0"), ["kubeAPIQPS"]);
+}
+
 /// A configuration of a file, drop-in files by name, and flags.
 fn layered(
     file: &str,

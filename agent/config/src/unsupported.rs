@@ -40,19 +40,29 @@ pub(super) fn defaults() -> Map<String, Value> {
 /// writes `0s` and the like for all unset fields.
 pub(super) fn set(fields: &Map<String, Value>) -> Map<String, Value> {
     let defaults = defaults();
+    let is_unset = |name: &str, value: &Value| defaults.contains_key(name) && is_unset(name, value);
+    let set = fields.iter().filter(|(name, value)| !is_unset(name, value));
+    set.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+/// Returns true if a field's value is the zero of its type, which counts as unset.
+pub(super) fn is_unset(name: &str, value: &Value) -> bool {
     // These fields are pointers in the kubelet's type: their zeros count.
     let pointers = ["kubeAPIQPS", "iptablesDropBit", "iptablesMasqueradeBit", "containerLogMaxWorkers"];
-    let is_zero = |value: &Value| match value {
+    !pointers.contains(&name) && is_zero(value)
+}
+
+fn is_zero(value: &Value) -> bool {
+    match value {
         Value::String(text) => {
             text.is_empty() || beelet_units::duration::parse(text).is_ok_and(|time| time.is_zero())
         }
+        Value::Object(fields) => fields.values().all(is_zero),
+        Value::Array(items) => items.is_empty(),
+        Value::Null => true,
+        // A boolean may have another default.
         value => value.as_i64() == Some(0),
-    };
-    let is_unset = |name: &str, value: &Value| {
-        defaults.contains_key(name) && !pointers.contains(&name) && is_zero(value)
-    };
-    let set = fields.iter().filter(|(name, value)| !is_unset(name, value));
-    set.map(|(name, value)| (name.clone(), value.clone())).collect()
+    }
 }
 
 struct Group {

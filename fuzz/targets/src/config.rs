@@ -19,8 +19,10 @@ pub fn config(input: &[u8]) {
     // Fields without an effect are not printed: each would cause a warning.
     config.unread.clear();
     match load::parse(Path::new("/effective.yaml"), &printed) {
-        Ok((again, warnings)) => {
+        Ok((again, mut warnings)) => {
             assert_eq!(again, config, "{printed}");
+            // A gate without an effect stays in the document, as in a kubelet's, and causes its warning again.
+            warnings.retain(|warning| !warning.field.starts_with("featureGates."));
             assert!(warnings.is_empty(), "{warnings:?}\n{printed}");
         }
         Err(error) => panic!("the printed configuration is invalid: {error}\n{printed}"),
