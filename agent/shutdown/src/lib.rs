@@ -19,7 +19,7 @@ use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_model::{request::Request, table::PodTable};
 use beelet_policy::node::shutdown::{self, Periods};
-use beelet_state::{Loaded, State, events::NodeEvents};
+use beelet_state::{ForeignFile, StateError, events::NodeEvents};
 use beelet_systemd::{
     Error,
     logind::{DelayLock, Logind},
@@ -40,8 +40,8 @@ const WHO: &str = "beelet";
 const WHY: &str = "terminate pods before the machine goes down";
 /// Reason of the event, as in the kubelet.
 const REASON: &str = "NodeShutdown";
-/// Name of the durable record of the last shutdown.
-const RECORD: &str = "node-shutdown";
+/// Name of the file in the kubelet's directory with the times of the last shutdown.
+pub const STATE_FILE: &str = "graceful_node_shutdown_state";
 /// Shortest and longest pause between two tries to reach logind.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
@@ -67,19 +67,23 @@ pub struct Parts {
     pub since: watch::Sender<Since>,
     /// Events of the node.
     pub events: NodeEvents,
-    /// Store of the last shutdown's record.
-    pub state: Arc<State>,
+    /// File of the last shutdown's times, in the kubelet's format: [`STATE_FILE`].
+    pub file: ForeignFile,
     /// Counters.
     pub metrics: Metrics,
 }
 
-/// Record of the last shutdown.
+/// Times of the last shutdown, as in the kubelet's file (`state` in pkg/kubelet/nodeshutdown/storage.go).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Record {
-    began: Timestamp,
-    /// End of the shutdown; None if it was never completed.
-    ended: Option<Timestamp>,
+    start_time: Timestamp,
+    /// End of the shutdown, or [`NEVER`].
+    end_time: Timestamp,
 }
+
+/// The time of Go's zero value, 0001-01-01T00:00:00Z.
+const NEVER: Timestamp = Timestamp::constant(-62_135_596_800, 0);
 
 /// Follows logind and ends the pods.
 #[derive(Debug)]
@@ -166,12 +170,12 @@ impl Shutdown {
         self.parts.since.send_replace(Some(at));
         let delay = logind.longest_delay().await.unwrap_or_else(|_| self.parts.periods.total());
         let latest = began.after(shutdown::latest_release(delay));
-        self.remember(Record { began: at, ended: None }).await;
+        self.remember(Record { start_time: at, end_time: NEVER }).await;
         tokio::select! {
             () = ending::end_all(&self.parts, latest) => {}
             () = called_off(logind) => return,
         }
-        self.remember(Record { began: at, ended: Some(Timestamp::now()) }).await;
+        self.remember(Record { start_time: at, end_time: Timestamp::now() }).await;
         info!(seconds = began.elapsed().as_secs(), "pods have ended: the machine may go down");
         self.lock = None;
     }
@@ -187,20 +191,41 @@ impl Shutdown {
 
     /// Publishes the record of the last shutdown as metrics.
     async fn show_last(&self) {
-        let state = Arc::clone(&self.parts.state);
-        match blocking("reading the last shutdown", move || state.load::<Record>(RECORD)).await {
-            Ok(Loaded::Value { value, .. }) => self.parts.metrics.show(value.began, value.ended),
-            Ok(_) => {}
-            Err(error) => warn!(%error, "cannot read the record of the last shutdown"),
+        let file = self.parts.file.clone();
+        let bytes = match blocking("reading the last shutdown", move || file.read()).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return,
+            Err(error) => return warn!(%error, "cannot read the times of the last shutdown"),
+        };
+        match serde_json::from_slice::<Record>(&bytes) {
+            Ok(record) => self.show(record),
+            Err(error) => {
+                let path = self.parts.file.path().display();
+                warn!(
+                    "cannot read the times of the last shutdown: {path}: {error}; the next shutdown replaces the file"
+                );
+            }
         }
     }
 
+    /// Publishes the times as metrics: 0 for a time that is missing.
+    fn show(&self, record: Record) {
+        let known = |time: Timestamp| (time > Timestamp::UNIX_EPOCH).then_some(time);
+        self.parts.metrics.show(known(record.start_time), known(record.end_time));
+    }
+
     async fn remember(&self, record: Record) {
-        self.parts.metrics.show(record.began, record.ended);
-        let state = Arc::clone(&self.parts.state);
-        let stored = blocking("keeping the shutdown", move || state.store(RECORD, &record)).await;
-        if let Err(error) = stored {
-            warn!(%error, "cannot store the record of this shutdown");
+        self.show(record);
+        let file = self.parts.file.clone();
+        let stored = blocking("storing the times of the shutdown", move || {
+            let bytes = serde_json::to_vec(&record);
+            file.replace(
+                &bytes.map_err(|source| StateError::Encode { name: STATE_FILE.to_owned(), source })?,
+            )?;
+            file.settle()
+        });
+        if let Err(error) = stored.await {
+            warn!(%error, "cannot store the times of this shutdown");
         }
     }
 }

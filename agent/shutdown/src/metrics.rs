@@ -21,9 +21,9 @@ impl Metrics {
         registry.register("kubelet_graceful_shutdown_end_time_seconds", help, self.ended.clone());
     }
 
-    pub(crate) fn show(&self, began: Timestamp, ended: Option<Timestamp>) {
+    pub(crate) fn show(&self, began: Option<Timestamp>, ended: Option<Timestamp>) {
         let seconds = |at: Timestamp| at.as_duration().as_secs_f64();
-        self.began.set(seconds(began));
+        self.began.set(began.map_or(0.0, seconds));
         self.ended.set(ended.map_or(0.0, seconds));
     }
 }

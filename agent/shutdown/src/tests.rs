@@ -2,7 +2,7 @@
 
 use beelet_model::{request::Request, table::PodName};
 use beelet_policy::node::shutdown::Period;
-use beelet_state::events::Recorder;
+use beelet_state::{State, events::Recorder};
 use beelet_testing::logind::{Bus, Logind as FakeLogind};
 use k8s_openapi::api::core::v1 as core;
 use serde_json::json;
@@ -50,7 +50,7 @@ impl Node {
             written: written.subscribe(),
             since,
             events: NodeEvents::new(Recorder::load(&state), "n1"),
-            state,
+            file: ForeignFile::new(dir.path().join(STATE_FILE)),
             metrics: Metrics::default(),
         };
         let stop = CancellationToken::new();

@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use beelet_policy::resources::{
     cgroups::{CgroupConfig, CgroupValues},
     user_namespaces::IdPool,
@@ -64,7 +64,7 @@ impl Node {
     ) -> Result<Self> {
         let config = Arc::clone(&services.config);
         let reported = runtimes_cgroup_driver(&services.runtime).await?;
-        if let Some(driver) = common_driver(config.cgroup_driver, reported)? {
+        if let Some(driver) = effective_driver(config.cgroup_driver, reported) {
             cgroups = Arc::new(Cgroups::clone(&cgroups).with_driver(driver)?);
             cgroups.require_root()?;
         }
@@ -141,25 +141,22 @@ async fn puller(services: &Services) -> Result<Puller> {
     Ok(Puller::new(services.runtime.clone(), limits, keys, Arc::new(access)))
 }
 
-/// Returns the common driver of the agent and the runtime; None if neither names one.
-///
-/// # Errors
-/// The drivers differ: the runtime would create containers in other cgroups than the agent's.
-fn common_driver(
+/// Returns the runtime's driver, if reported, otherwise the configured one. As under the kubelet
+/// (`KubeletCgroupDriverFromCRI`), the runtime's report wins: kubeadm writes `cgroupDriver: systemd` for every
+/// node.
+fn effective_driver(
     configured: Option<CgroupDriver>,
     reported: Option<CgroupDriver>,
-) -> Result<Option<CgroupDriver>> {
-    match (configured, reported) {
-        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => bail!(
-            "the container runtime's cgroup driver is systemd, but the agent's is cgroupfs; remove `cgroupDriver` from the \
-             agent's configuration, so that the agent uses the runtime's driver"
-        ),
-        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => bail!(
-            "the container runtime's cgroup driver is cgroupfs, but the agent's is systemd; remove `cgroupDriver` from the \
-             agent's configuration, so that the agent uses the runtime's driver"
-        ),
-        (configured, reported) => Ok(reported.or(configured)),
+) -> Option<CgroupDriver> {
+    if let (Some(configured), Some(reported)) = (configured, reported)
+        && configured != reported
+    {
+        warn!(
+            "the container runtime's cgroup driver, {reported}, replaces `cgroupDriver: {configured}` of the \
+             configuration: remove the field"
+        );
     }
+    reported.or(configured)
 }
 
 /// Reads the runtime's cgroup driver, with retries: a runtime that has just started may not know it yet.

@@ -118,8 +118,11 @@ async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option
 fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     let cgroups = match &doors.cgroups {
         Some(cgroups) => Arc::clone(cgroups),
-        // The runtime may report another driver once it answers.
-        None => Arc::new(Cgroups::discover(&config.cgroup_root, config.cgroup_driver.unwrap_or_default())?),
+        // The driver follows once the runtime answers: see `Node::open`.
+        None => Arc::new(Cgroups::discover(
+            &config.cgroup_root,
+            beelet_units::cgroup_driver::CgroupDriver::Cgroupfs,
+        )?),
     };
     if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
         bail!(
@@ -143,11 +146,14 @@ fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
 /// the service manager, the locks.
 fn start_keepers(frame: &mut Frame, services: &Services, ownership: Option<Arc<Ownership>>) {
     let stop = || frame.serving.clone();
-    let readiness = services.health.clone().record_readiness(services.node_events(), stop());
     let log = services.events.writer(Arc::clone(&services.state), stop());
     let locks = Locks { state: Arc::clone(&services.state), runtime: ownership };
     let locks = locks.keep(services.node_events(), stop());
-    frame.servers.spawn("node readiness", readiness);
+    // On a cluster's node, the writer of the Node's status records the readiness, which includes the network.
+    if services.accounts.is_none() {
+        let readiness = services.health.clone().record_readiness(services.node_events(), stop());
+        frame.servers.spawn("node readiness", readiness);
+    }
     frame.servers.spawn("event log", log);
     frame.notify_service_manager(stopping_time(services));
     frame.servers.spawn("locks", locks);
@@ -277,7 +283,9 @@ fn node_shutdown(handles: &Handles, since: watch::Sender<beelet_shutdown::Since>
         written: handles.written.subscribe(),
         since,
         events: services.node_events(),
-        state: Arc::clone(&services.state),
+        file: beelet_state::ForeignFile::new(
+            services.config.beelet.kubelet_dir.join(beelet_shutdown::STATE_FILE),
+        ),
         metrics: services.metrics.shutdown.clone(),
     })
 }

@@ -1,5 +1,7 @@
 //! Cgroup drivers, and the names of their cgroups.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// Driver of the cgroups; the values are those of KubeletConfiguration's `cgroupDriver`.
@@ -11,4 +13,13 @@ pub enum CgroupDriver {
     Cgroupfs,
     /// `/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid>.slice`.
     Systemd,
+}
+
+impl fmt::Display for CgroupDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cgroupfs => "cgroupfs",
+            Self::Systemd => "systemd",
+        })
+    }
 }

@@ -189,44 +189,31 @@ fn judge_condition(
 }
 
 pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
-    const REFUSED: &str =
-        "the runtime and the agent would use different cgroups for a pod; the agent refuses to start";
-    const REMEDY: &str =
-        "remove `cgroupDriver` from the agent's configuration, so that the agent uses the runtime's driver";
-    let Ok(reported) = &patient.runtime.driver else { return Vec::new() };
-    vec![match (patient.config.cgroup_driver, reported) {
-        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => {
-            Finding::missing("cgroup driver", "the runtime uses systemd, the agent cgroupfs", REFUSED, REMEDY)
+    let Ok(reported) = patient.runtime.driver else { return Vec::new() };
+    let configured = patient.config.cgroup_driver;
+    let driver = reported.or(configured).unwrap_or_default();
+    let by = match (reported, configured) {
+        (Some(reported), Some(configured)) if reported != configured => {
+            format!(
+                "reported by the runtime; `cgroupDriver: {configured}` of the configuration has no effect"
+            )
         }
-        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => {
-            Finding::missing("cgroup driver", "the runtime uses cgroupfs, the agent systemd", REFUSED, REMEDY)
+        (Some(_), _) => "reported by the runtime".to_owned(),
+        (None, Some(_)) => {
+            "as configured; this runtime does not report its driver (containerd 2.0 does)".to_owned()
         }
-        (configured, reported) => {
-            let driver = reported.or(configured).unwrap_or_default();
-            let word = match driver {
-                CgroupDriver::Cgroupfs => "cgroupfs",
-                CgroupDriver::Systemd => "systemd",
-            };
-            let by = match (reported, configured) {
-                (Some(_), _) => "reported by the runtime",
-                (None, Some(_)) => {
-                    "as configured; this runtime does not report its driver (containerd 2.0 does)"
-                }
-                (None, None) => {
-                    "assumed; this runtime does not report its driver (containerd 2.0 does): set `cgroupDriver: systemd` if \
-                     the runtime has `SystemdCgroup = true`"
-                }
-            };
-            match Cgroups::discover(&patient.config.cgroup_root, driver) {
-                Ok(_) => Finding::ok("cgroup driver", format!("{word}, {by}")),
-                Err(error) => Finding::missing(
-                    "cgroup driver",
-                    error.to_string(),
-                    "the agent refuses to start",
-                    "set `SystemdCgroup = false` in the runtime's configuration, or boot with cgroup v2 and systemd",
-                ),
-            }
-        }
+        (None, None) => "assumed; this runtime does not report its driver (containerd 2.0 does): set \
+                         `cgroupDriver: systemd` if the runtime has `SystemdCgroup = true`"
+            .to_owned(),
+    };
+    vec![match Cgroups::discover(&patient.config.cgroup_root, driver) {
+        Ok(_) => Finding::ok("cgroup driver", format!("{driver}, {by}")),
+        Err(error) => Finding::missing(
+            "cgroup driver",
+            error.to_string(),
+            "the agent refuses to start",
+            "set `SystemdCgroup = false` in the runtime's configuration, or boot with cgroup v2 and systemd",
+        ),
     }]
 }
 
