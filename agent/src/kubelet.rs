@@ -2,6 +2,7 @@
 //! [`flags`] maps flags to the same configuration that `beelet run` reads from a file.
 
 mod flags;
+mod lock_file;
 
 use std::{
     ffi::{OsStr, OsString},
@@ -25,7 +26,10 @@ use beelet_cluster::node::KUBELET_VERSION;
 use beelet_config::{Config, Setting, Sources, Warning};
 use beelet_policy::node::labels;
 
-use self::flags::{FLAGS, Flag, IGNORED, Shape};
+use self::{
+    flags::{FLAGS, Flag, IGNORED, Shape},
+    lock_file::LockFile,
+};
 
 /// Program name that selects this command line.
 const NAME: &str = "kubelet";
@@ -34,7 +38,7 @@ const ROOT: &str = "/var/lib/kubelet";
 /// Folder in which log shippers expect links to containers' logs.
 const LOG_LINKS: &str = "/var/log/containers";
 /// Flags other than settings of the configuration.
-const OWN: [(&str, &str, &str); 13] = [
+const OWN: [(&str, &str, &str); 14] = [
     ("config", "FILE", "Configuration file"),
     (
         "config-dir",
@@ -60,7 +64,10 @@ const OWN: [(&str, &str, &str); 13] = [
     ),
     ("image-credential-provider-bin-dir", "DIR", "Directory of the credential provider programs"),
     ("logging-format", "text|json", "Format of log lines"),
+    (LOCK_FILE, "FILE", "File that the agent locks before it starts, waiting for the current holder"),
 ];
+const LOCK_FILE: &str = "lock-file";
+const EXIT_ON_LOCK_CONTENTION: &str = "exit-on-lock-contention";
 
 /// Returns true if the program was called by the kubelet's name.
 pub(crate) fn is_called(program: Option<&OsStr>) -> bool {
@@ -78,7 +85,9 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         println!("Kubernetes {KUBELET_VERSION}");
         return ExitCode::SUCCESS;
     }
-    let (config, membership, warnings) = match read(&matches) {
+    let (config, membership, warnings, lock_file) = match read(&matches)
+        .and_then(|(config, membership, warnings)| Ok((config, membership, warnings, lock_file(&matches)?)))
+    {
         Ok(read) => read,
         Err(error) => {
             eprintln!("Error: {error}");
@@ -94,6 +103,13 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
+    let _lock = match lock_file.as_ref().map(LockFile::acquire).transpose() {
+        Ok(lock) => lock,
+        Err(error) => {
+            eprintln!("Error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     let mut builder = Builder::default().verbosity(logging.verbosity.clone());
     builder = match membership {
         Some(membership) => cluster::join(builder, &config, membership),
@@ -112,7 +128,11 @@ fn command() -> Command {
         .args_override_self(true)
         .max_term_width(110)
         .arg(value("v").short('v').value_name("LEVEL").help("Log verbosity: 4 adds actions, 6 adds reasons"))
-        .arg(switch("version").help("Print the version and exit"));
+        .arg(switch("version").help("Print the version and exit"))
+        .arg(
+            switch(EXIT_ON_LOCK_CONTENTION)
+                .help("End the agent when another process opens or removes --lock-file"),
+        );
     for (name, placeholder, help) in OWN {
         let arg = if name == "node-labels" { several(name) } else { value(name) };
         command = command.arg(arg.value_name(placeholder).help(help));
@@ -228,6 +248,18 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
     };
     providers.resolve(&mut config)?;
     Ok((config, membership, warnings))
+}
+
+/// Returns the lock to take before the start.
+fn lock_file(matches: &ArgMatches) -> Result<Option<LockFile>, String> {
+    let exit_on_contention = text(matches, EXIT_ON_LOCK_CONTENTION).is_some_and(|value| value != "false");
+    match text(matches, LOCK_FILE) {
+        Some(path) => Ok(Some(LockFile { path: path.into(), exit_on_contention })),
+        None if exit_on_contention => {
+            Err("cannot exit on lock file contention: no lock file specified".to_owned())
+        }
+        None => Ok(None),
+    }
 }
 
 /// Returns the settings of the flags.

@@ -231,7 +231,6 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ("enable-load-reader", OF_CADVISOR, true),
     ("event-storage-age-limit", OF_CADVISOR, false),
     ("event-storage-event-limit", OF_CADVISOR, false),
-    ("exit-on-lock-contention", "a second agent is always refused", true),
     (
         "experimental-allocatable-ignore-eviction",
         "eviction thresholds always reduce the allocatable resources",
@@ -240,7 +239,6 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ("experimental-mounter-path", "the agent mounts volumes itself", false),
     ("global-housekeeping-interval", OF_CADVISOR, false),
     ("housekeeping-interval", OF_CADVISOR, false),
-    ("lock-file", "a second agent is always refused", false),
     ("log-flush-frequency", "log lines are written at once", false),
     ("log-cadvisor-usage", OF_CADVISOR, true),
     ("log-json-info-buffer-size", "log lines are written at once", false),
