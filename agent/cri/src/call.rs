@@ -94,6 +94,7 @@ impl Call<'_> {
             subject: self.subject,
             kind: failure.kind(),
             message: failure.message(&socket.path.display().to_string()),
+            rpc: failure.rpc(),
         })
     }
 

@@ -43,6 +43,8 @@ pub struct Error {
     pub kind: Kind,
     /// The cause, and the remedy where there is one.
     pub message: String,
+    /// The error as a kubelet prints it, for answers that programs parse: `rpc error: code = … desc = …`.
+    pub rpc: String,
 }
 
 impl Error {
@@ -114,6 +116,17 @@ impl Failure {
     /// Returns true if the connection broke, so a new connection may help at once.
     pub(super) fn is_broken_connection(&self) -> bool {
         matches!(self, Failure::Broken(_))
+    }
+
+    /// Returns the error as Go's gRPC prints it.
+    pub(super) fn rpc(&self) -> String {
+        let (code, text) = match self {
+            Failure::Deadline(_) => (Code::DeadlineExceeded, "context deadline exceeded".to_owned()),
+            Failure::Connect { cause, .. } | Failure::Broken(cause) => (Code::Unavailable, quote(cause)),
+            Failure::Answer(status) => (status.code(), quote(status.message())),
+        };
+        let code = if code == Code::Cancelled { "Canceled".to_owned() } else { format!("{code:?}") };
+        format!("rpc error: code = {code} desc = {text}")
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -228,8 +241,8 @@ mod tests {
     use super::*;
 
     fn error(failure: &Failure) -> String {
-        let (kind, message) = (failure.kind(), failure.message("/run/x.sock"));
-        Error { operation: Operation::StartContainer, subject: "container web".into(), kind, message }
+        let (kind, message, rpc) = (failure.kind(), failure.message("/run/x.sock"), failure.rpc());
+        Error { operation: Operation::StartContainer, subject: "container web".into(), kind, message, rpc }
             .to_string()
     }
 

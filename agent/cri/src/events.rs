@@ -52,5 +52,6 @@ fn error(failure: &Failure, socket: &str) -> Error {
         subject: String::new(),
         kind: failure.kind(),
         message: failure.message(socket),
+        rpc: failure.rpc(),
     }
 }

@@ -85,6 +85,7 @@ impl Runtime {
                 operation,
                 subject: image_subject(what),
                 kind: Kind::Unimplemented,
+                rpc: Failure::Answer(Status::unimplemented("unknown service")).rpc(),
                 message: format!(
                     "{name} has no call for it; use the tools of {name} (for CRI-O: skopeo copy \
                      docker-archive:FILE containers-storage:NAME)"
@@ -288,6 +289,7 @@ impl Store {
             subject: self.subject.clone(),
             kind: failure.kind(),
             message: failure.message(&self.endpoint),
+            rpc: failure.rpc(),
         }
     }
 }

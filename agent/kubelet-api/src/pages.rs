@@ -104,7 +104,12 @@ pub(crate) async fn checkpoint(
         Timestamp::now()
     );
     let location = app.checkpoints.join(file);
-    app.runtime.checkpoint(id, &location, timeout).await?;
+    app.runtime.checkpoint(id, &location, timeout).await.map_err(|error| {
+        // Programs look for the runtime's words in the kubelet's sentence.
+        let object = format!("{}/{}/{}", name.namespace, name.name, target.container);
+        let sentence = format!("checkpointing of {object} failed ({})", error.rpc);
+        Failure::new(StatusCode::INTERNAL_SERVER_ERROR, sentence)
+    })?;
     Ok(as_json(&json!({ "items": [location] })))
 }
 

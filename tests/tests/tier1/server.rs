@@ -603,7 +603,10 @@ async fn pages_show_the_effective_configuration_and_running_pods() {
     let ran = admin.ask("POST", "/run/default/web-n1/main?cmd=true").await;
     assert_eq!((ran.status, ran.text()), (200, ""));
     // The fake runtime has no checkpoints.
-    assert_eq!(admin.ask("POST", "/checkpoint/default/web-n1/main").await.status, 404);
+    let failed = admin.ask("POST", "/checkpoint/default/web-n1/main").await;
+    assert_eq!(failed.status, 500);
+    let start = "checkpointing of default/web-n1/main failed (rpc error: code = Unimplemented desc = ";
+    assert!(failed.text().contains(start), "{}", failed.text());
 }
 
 #[tokio::test]
