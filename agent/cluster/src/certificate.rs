@@ -262,7 +262,7 @@ impl Store {
     }
 
     /// Stores a certificate with its key and points the link to it. Blocking.
-    fn install(&self, certificate: &str, key: &str, now: Timestamp) -> Result<(), Error> {
+    pub(crate) fn install(&self, certificate: &str, key: &str, now: Timestamp) -> Result<(), Error> {
         let fail = |path: &Path, cause: &dyn std::fmt::Display| Error::File {
             path: path.to_owned(),
             cause: cause.to_string(),

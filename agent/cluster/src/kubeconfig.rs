@@ -18,6 +18,7 @@ use kube::{
     client::{Body, ClientBuilder, ConfigExt},
     config::Kubeconfig,
 };
+use secrecy::ExposeSecret as _;
 use tower::{BoxError, ServiceBuilder, util::Either};
 
 use crate::{
@@ -60,6 +61,23 @@ pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
         (None, None) => return Ok(None),
     };
     Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("client certificate: {cause}")))
+}
+
+/// Returns the client certificate and its key in PEM, if the kubeconfig itself contains both. Blocking.
+pub(crate) fn embedded(kubeconfig: &Path) -> Result<Option<(String, String)>, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
+    let user = config(kubeconfig)?.auth_info;
+    let (Some(certificate), Some(key)) = (&user.client_certificate_data, &user.client_key_data) else {
+        return Ok(None);
+    };
+    let text = |field: &str, data: &str| {
+        let bytes = base64::engine::general_purpose::STANDARD.decode(data.trim());
+        let text = bytes.map_err(|error| error.to_string()).map(String::from_utf8);
+        text.and_then(|text| text.map_err(|error| error.to_string()))
+            .map_err(|error| fail(format!("{field}: {error}")))
+    };
+    let certificate = text("client-certificate-data", certificate)?;
+    Ok(Some((certificate, text("client-key-data", key.expose_secret())?)))
 }
 
 /// Returns the kubeconfig and the files to which it refers. Blocking.

@@ -98,10 +98,15 @@ impl Mirrors {
         match step {
             MirrorStep::Create(pod) => {
                 let (namespace, name) = mirror::name_of(pod);
-                self.client
-                    .create(&format!("/api/v1/namespaces/{}/pods", escaped(&namespace)), &pod.to_value())
-                    .await?;
-                info!(namespace, name, "created the mirror pod");
+                let path = format!("/api/v1/namespaces/{}/pods", escaped(&namespace));
+                match self.client.create(&path, &pod.to_value()).await {
+                    Ok(_) => info!(namespace, name, "created the mirror pod"),
+                    // The watch has not shown an earlier creation yet.
+                    Err(error) if error.is_conflict() => {
+                        debug!(namespace, name, "a pod of the mirror pod's name exists");
+                    }
+                    Err(error) => return Err(error),
+                }
             }
             MirrorStep::Delete { name: (namespace, name), uid } => {
                 let path = format!("/api/v1/namespaces/{}/pods/{}", escaped(namespace), escaped(name));

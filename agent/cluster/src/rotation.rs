@@ -3,7 +3,12 @@
 //!
 //! The wall clock is read each minute, so correcting a wrong clock later takes effect.
 
-use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, time::Duration};
+use std::{
+    fmt,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use beelet_base::blocking::blocking;
 use beelet_base::work::Work;
@@ -80,6 +85,9 @@ impl Identity {
             let lifetime = self.lifetime().await;
             self.measure(lifetime, now);
             let rotates = self.rotates().await;
+            if self.options.rotate && !rotates {
+                self.keep_embedded().await;
+            }
             if self.options.rotate && !rotates && said.replace(()).is_none() {
                 warn!(
                     "`rotateCertificates` has no effect: the kubeconfig does not point to {}",
@@ -160,6 +168,18 @@ impl Identity {
         self.options.rotate && pointed.await == Some(current)
     }
 
+    /// Copies a certificate that the kubeconfig contains into the folder of certificates: see
+    /// [`keep_embedded`].
+    async fn keep_embedded(&self) {
+        let (path, store) = (self.options.kubeconfig.clone(), Store::new(self.options.cert_dir.clone()));
+        let current = store.current();
+        match blocking("the kubeconfig", move || keep_embedded(&path, &store, Timestamp::now())).await {
+            Ok(true) => info!("copied the kubeconfig's client certificate to {}", current.display()),
+            Ok(false) => {}
+            Err(error) => warn!("cannot copy the kubeconfig's client certificate: {error}"),
+        }
+    }
+
     async fn stamps(&self) -> Vec<(PathBuf, Stamp)> {
         let path = self.options.kubeconfig.clone();
         let stamp = |path: PathBuf| {
@@ -176,6 +196,18 @@ impl Identity {
             self.options.metrics.ttl.get_or_create(&Unlabelled::new()).set(left);
         }
     }
+}
+
+/// Copies the certificate and the key that a kubeconfig contains into an empty store, as the kubelet's store
+/// does with its first certificate; returns true if it did. kubeadm waits for the copy, then points the
+/// kubeconfig of the first node to it (`kubelet-finalize`), and from then on the agent renews the certificate.
+/// Blocking.
+fn keep_embedded(kubeconfig: &Path, store: &Store, now: Timestamp) -> Result<bool, Error> {
+    if store.current().symlink_metadata().is_ok() {
+        return Ok(false);
+    }
+    let Ok(Some((certificate, key))) = kubeconfig::embedded(kubeconfig) else { return Ok(false) };
+    store.install(&certificate, &key, now).map(|()| true)
 }
 
 /// Returns a random fraction of a certificate's lifetime, so that nodes of the same age don't renew at the
@@ -203,6 +235,8 @@ fn remind(lifetime: Lifetime, now: Timestamp, rotates: bool, reminded: &mut Opti
 
 #[cfg(test)]
 mod tests {
+    use base64::Engine as _;
+
     use super::*;
 
     #[test]
@@ -210,6 +244,36 @@ mod tests {
         let parts: Vec<f64> = (0..100).map(|_| part()).collect();
         assert!(parts.iter().all(|part| (0.7..=0.9).contains(part)), "{parts:?}");
         assert!(parts.iter().any(|part| *part != parts[0]));
+    }
+
+    #[test]
+    fn a_certificate_in_the_kubeconfig_is_copied_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let base64 = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        let made = rcgen::generate_simple_self_signed(vec!["n1".to_owned()]).unwrap();
+        let (certificate, key) = (made.cert.pem(), made.signing_key.serialize_pem());
+        let write = |user: serde_json::Value| {
+            let kubeconfig = serde_json::json!({
+                "apiVersion": "v1", "kind": "Config", "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+                "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:6443"}}],
+                "users": [{"name": "u", "user": user}],
+            });
+            let path = dir.path().join("kubelet.conf");
+            std::fs::write(&path, kubeconfig.to_string()).unwrap();
+            path
+        };
+        let store = Store::new(dir.path().join("pki"));
+        let keep = |path: &Path| keep_embedded(path, &store, Timestamp::now()).unwrap();
+        assert!(!keep(&write(serde_json::json!({ "token": "t" }))), "the kubeconfig has no certificate");
+        let user = serde_json::json!({
+            "client-certificate-data": base64(&certificate), "client-key-data": base64(&key),
+        });
+        assert!(keep(&write(user.clone())));
+        let kept = std::fs::read_to_string(store.current()).unwrap();
+        assert!(kept.contains(certificate.trim()) && kept.contains(key.trim()), "{kept}");
+        assert!(store.in_use().is_some());
+        assert!(!keep(&write(user)), "the store has a certificate");
     }
 
     #[test]
