@@ -168,7 +168,9 @@ enum How {
 fn how_ended(entry: &PodEntry) -> Option<How> {
     entry.ended()?;
     let status = entry.pod.status.as_ref()?;
-    let reason = status.reason.as_deref().filter(|_| status.phase.as_deref() == Some("Failed"))?;
+    // A preempted pod may have succeeded.
+    let phase = status.phase.as_deref().filter(|phase| matches!(*phase, "Failed" | "Succeeded"));
+    let reason = status.reason.as_deref().filter(|_| phase.is_some())?;
     if entry.refusal == Some(Refusal::Room) {
         return Some(How::Refused);
     }
@@ -228,6 +230,7 @@ mod tests {
         };
         check("Failed", "Evicted", None, true);
         check("Failed", "Preempting", None, true);
+        check("Succeeded", "Preempting", None, true);
         check("Running", "Evicted", None, false);
         check("Failed", "DeadlineExceeded", None, false);
         check("Succeeded", "", None, false);

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use serde::{Deserialize, Serialize};
 
-use super::pressure::EVICTED;
+use super::pressure::{EVICTED, PREEMPTING};
 use super::status::whole_second;
 
 /// Reason of a pod that was active for longer than its activeDeadlineSeconds, as in the kubelet.
@@ -19,7 +19,7 @@ pub const NODE_SHUTDOWN: &str = "Terminated";
 /// Condition of a disruption that the pod did not cause.
 const DISRUPTION: &str = "DisruptionTarget";
 /// Reasons with which the kubelet sets [`DISRUPTION`].
-const DISRUPTIONS: &[&str] = &["Evicted", "Preempting", NODE_SHUTDOWN];
+const DISRUPTIONS: &[&str] = &[EVICTED, PREEMPTING, NODE_SHUTDOWN];
 
 /// Reason of a pod that was rejected because the machine goes down.
 pub const NODE_SHUTS_DOWN: &str = "NodeShutdown";
@@ -112,6 +112,23 @@ impl PodFailure {
         self.reason == NODE_SHUTDOWN || self.reason == NODE_SHUTS_DOWN
     }
 
+    /// Returns the phase of the stopped pod with these containers. As under the kubelet (generateAPIPodStatus
+    /// after the end), a preempted pod has succeeded if all of its containers ended with exit code 0. Evicted
+    /// pods fail in any case: a controller must not take an evicted pod for a completed one.
+    #[must_use]
+    pub fn final_phase<'s>(
+        &self,
+        containers: impl IntoIterator<Item = &'s core::ContainerStatus>,
+    ) -> &'static str {
+        let succeeded = |status: &core::ContainerStatus| {
+            let ended = status.state.as_ref().and_then(|state| state.terminated.as_ref());
+            ended.is_some_and(|ended| ended.exit_code == 0)
+        };
+        let mut containers = containers.into_iter().peekable();
+        let any = containers.peek().is_some();
+        if self.reason == PREEMPTING && any && containers.all(succeeded) { "Succeeded" } else { "Failed" }
+    }
+
     /// Shortens the grace period: the shorter of two wins, so a pod that must end at once does not wait for
     /// an earlier, longer one.
     pub fn hasten(&mut self, grace: Option<Duration>, own: Duration) {
@@ -125,7 +142,7 @@ impl PodFailure {
         status.reason = Some(self.reason.clone());
         status.message = Some(self.message.clone());
         if self.has_stopped() {
-            status.phase = Some("Failed".to_owned());
+            status.phase = Some(self.final_phase(status.container_statuses.iter().flatten()).to_owned());
         }
         if DISRUPTIONS.contains(&self.reason.as_str()) {
             let before = previous.iter().flat_map(|p| p.conditions.iter().flatten());
@@ -186,6 +203,29 @@ mod tests {
         let refused =
             PodFailure::new("Evicted", "Pod was rejected: The node had condition: [DiskPressure]", None);
         assert!(refused.is_refusal());
+    }
+
+    #[test]
+    fn a_preempted_pod_succeeds_if_all_its_containers_exit_zero() {
+        let ended = |code: i32| core::ContainerStatus {
+            state: Some(core::ContainerState {
+                terminated: Some(core::ContainerStateTerminated { exit_code: code, ..Default::default() }),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        let check = |reason: &str, containers: &[core::ContainerStatus], expect: &str| {
+            let failure = PodFailure { stopped: true, ..PodFailure::new(reason, "m", None) };
+            let containers = Some(containers.to_vec());
+            let mut status = core::PodStatus { container_statuses: containers, ..Default::default() };
+            failure.mark(&mut status, None, Timestamp::UNIX_EPOCH);
+            assert_eq!(status.phase.as_deref(), Some(expect), "{reason}");
+        };
+        check("Preempting", &[ended(0), ended(0)], "Succeeded");
+        check("Preempting", &[ended(0), ended(137)], "Failed");
+        check("Preempting", &[ended(0), core::ContainerStatus::default()], "Failed");
+        check("Preempting", &[], "Failed");
+        check("Evicted", &[ended(0)], "Failed");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use prometheus_client::{
 };
 
 use crate::error::StartError;
+use beelet_proto::cri;
 
 /// Upper bounds of the buckets for a sandbox's duration, in seconds: Prometheus' defaults, as in the kubelet.
 const SANDBOX: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
@@ -59,6 +60,18 @@ struct FailedLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EndLabel {
+    container_type: &'static str,
+    exit_code: String,
+    reason: &'static str,
+}
+
+/// Reasons of ends that have their own time series: a runtime must not be able to create any number of them.
+const REASONS: [&str; 5] = ["Completed", "Error", "OOMKilled", "ContainerCannotRun", "StartError"];
+/// Label of other reasons, and of exit codes that Linux does not have.
+const OTHER: &str = "other";
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SizeLabel {
     image_size_in_bytes: &'static str,
 }
@@ -70,6 +83,7 @@ pub(crate) struct StartCounters {
     pod_errors: Counter,
     containers: Family<KindLabel, Counter>,
     container_errors: Family<FailedLabel, Counter>,
+    ends: Family<EndLabel, Counter>,
     sandboxes: Family<HandlerLabel, Histogram, fn() -> Histogram>,
     sandbox_errors: Family<HandlerLabel, Counter>,
     pulls: Family<SizeLabel, Histogram, fn() -> Histogram>,
@@ -82,6 +96,7 @@ impl Default for StartCounters {
             pod_errors: Counter::default(),
             containers: Family::default(),
             container_errors: Family::default(),
+            ends: Family::default(),
             sandboxes: Family::new_with_constructor((|| Histogram::new(SANDBOX)) as fn() -> Histogram),
             sandbox_errors: Family::default(),
             pulls: Family::new_with_constructor((|| Histogram::new(PULL)) as fn() -> Histogram),
@@ -110,6 +125,11 @@ impl StartCounters {
             "kubelet_started_containers_errors",
             "Failed attempts to start a container, by the reason in the pod's status",
             self.container_errors.clone(),
+        );
+        registry.register(
+            "kubelet_terminated_containers",
+            "Terminated containers, by container type, exit code and reason",
+            self.ends.clone(),
         );
         registry.register(
             "kubelet_run_podsandbox_duration_seconds",
@@ -148,6 +168,23 @@ impl StartCounters {
         if let Err(error) = started {
             self.container_errors.get_or_create(&FailedLabel { container_type, code: error.reason() }).inc();
         }
+    }
+
+    /// Counts a container that ran before, if it has ended.
+    pub(crate) fn ended(&self, pod: &Pod, status: &cri::ContainerStatus) {
+        if status.state() != cri::ContainerState::ContainerExited {
+            return;
+        }
+        let name = status.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        let said = match status.reason.as_str() {
+            "" if status.exit_code == 0 => "Completed",
+            "" => "Error",
+            said => said,
+        };
+        let reason = REASONS.into_iter().find(|known| *known == said).unwrap_or(OTHER);
+        let code = u8::try_from(status.exit_code);
+        let exit_code = code.map_or_else(|_| OTHER.to_owned(), |code| code.to_string());
+        self.ends.get_or_create(&EndLabel { container_type: kind(pod, name), exit_code, reason }).inc();
     }
 
     /// Counts a pulled image of this size.
@@ -205,6 +242,16 @@ mod tests {
         counters.container(&pod, "init", &Ok(()));
         counters.container::<()>(&pod, "main", &Err(StartError::Config(Error::Spec("no".to_owned()))));
         counters.pulled(Duration::from_secs(2), 3 << 20);
+        let ended = |name: &str, exit_code: i32, reason: &str| cri::ContainerStatus {
+            metadata: Some(cri::ContainerMetadata { name: name.to_owned(), attempt: 0 }),
+            state: cri::ContainerState::ContainerExited.into(),
+            exit_code,
+            reason: reason.to_owned(),
+            ..Default::default()
+        };
+        counters.ended(&pod, &ended("init", 0, ""));
+        counters.ended(&pod, &ended("main", 137, "OOMKilled"));
+        counters.ended(&pod, &ended("main", i32::MIN, "made up"));
         let mut registry = Registry::default();
         counters.register(&mut registry);
         let mut text = String::new();
@@ -214,6 +261,9 @@ mod tests {
             "kubelet_started_pods_errors_total 1",
             r#"kubelet_started_containers_total{container_type="init_container"} 1"#,
             r#"kubelet_started_containers_errors_total{container_type="container",code="CreateContainerConfigError"} 1"#,
+            r#"kubelet_terminated_containers_total{container_type="init_container",exit_code="0",reason="Completed"} 1"#,
+            r#"kubelet_terminated_containers_total{container_type="container",exit_code="137",reason="OOMKilled"} 1"#,
+            r#"kubelet_terminated_containers_total{container_type="container",exit_code="other",reason="other"} 1"#,
             r#"kubelet_run_podsandbox_duration_seconds_count{runtime_handler=""} 1"#,
             r#"kubelet_run_podsandbox_errors_total{runtime_handler=""} 1"#,
             r#"kubelet_image_pull_duration_seconds_bucket{le="5.0",image_size_in_bytes="0-10MB"} 1"#,

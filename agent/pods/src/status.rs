@@ -18,13 +18,15 @@ use beelet_model::{
     pod::{NodeFacts, container_of},
     status::runtime_id,
 };
-use beelet_spec::resize::{self, ResizeFacts};
+use beelet_spec::resize::ResizeFacts;
 
 mod conditions;
 mod containers;
 
 use conditions::{condition, conditions, resize_conditions};
 use containers::{container, end_unknown, pod_in_force, update_readiness};
+
+pub(crate) use containers::pod_amounts;
 
 /// Waiting state of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,7 +108,8 @@ impl Inputs<'_> {
         // admitted pod may have been created after the last observation.
         let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
-            Some(failure) if failure.has_stopped() || failure.is_refusal() && is_untouched => "Failed",
+            Some(failure) if failure.has_stopped() => failure.final_phase(&statuses),
+            Some(failure) if failure.is_refusal() && is_untouched => "Failed",
             _ => pod::phase(tally),
         };
         let (ips, host) = (self.pod_ips(spec), self.node.host.now());
@@ -121,8 +124,8 @@ impl Inputs<'_> {
                 .then(|| host.iter().map(|ip| core::HostIP { ip: ip.to_string() }).collect()),
             pod_ip: ips.first().cloned(),
             pod_ips: (!ips.is_empty()).then(|| ips.into_iter().map(|ip| core::PodIP { ip }).collect()),
-            resources: pod_in_force(self, phase).or_else(|| resize::pod_amounts(self.pod)),
-            allocated_resources: resize::pod_amounts(self.pod).and_then(|amounts| amounts.requests),
+            resources: pod_in_force(self, phase).or_else(|| pod_amounts(self.pod)),
+            allocated_resources: pod_amounts(self.pod).and_then(|amounts| amounts.requests),
             qos_class: qos::qos_class(self.pod).ok().map(|class| class.to_string()),
             start_time: self
                 .previous
@@ -245,8 +248,9 @@ impl Inputs<'_> {
     ) -> Tally {
         let init_failed = inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
             let state = self.seen.newest(&c.name).filter(|n| !self.is_past(n)).map(|n| &n.state);
+            let is_replaced = self.waiting.contains_key(&c.name);
             matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
-                if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
+                if *exit_code != 0 && !is_replaced && !pod::init_restarts(spec, c, *exit_code))
         });
         // A sidecar that is still stopping keeps the pod in phase Running (getPhase).
         let sidecars = self.running_sidecars(inits);

@@ -262,6 +262,9 @@ impl Worker {
         self.starts.answer(control);
         let verdicts = self.history.verdicts(&self.plan.pod, &control.verdicts, &seen);
         let ended = self.history.ended_since_last(&seen);
+        for status in &ended {
+            self.services.reports.metrics.started.ended(&self.plan.pod, status);
+        }
         last_words::record(&self.services.reports.events, &self.plan.pod, ended, &verdicts).await;
         let mut actions = self.observations.decide(&self.plan.pod, &seen, &verdicts);
         if control.ended {

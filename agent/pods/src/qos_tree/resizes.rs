@@ -6,6 +6,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Dependencies, Values, wanted::Wanted};
+use crate::status::pod_amounts;
 use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 use beelet_model::pod::running;
@@ -28,7 +29,7 @@ pub(super) async fn report(deps: &Dependencies, table: &PodTable, wanted: &Wante
         let amounts = if holds(&deps.cgroups, wanted, entry).await {
             let amounts =
                 |(id, container): (&str, &core::Container)| (id.to_owned(), resize::amounts(container));
-            let whole = (uid.clone(), resize::pod_amounts(&entry.pod));
+            let whole = (uid.clone(), pod_amounts(&entry.pod));
             Ok(running(&entry.pod).map(amounts).chain([whole]).collect::<BTreeMap<_, _>>())
         } else {
             let of_container = format!("{} (", PodName::of(&entry.pod));

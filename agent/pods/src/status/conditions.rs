@@ -7,7 +7,7 @@ use beelet_policy::pod;
 use beelet_spec::resize;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
-use super::{Inputs, are_ready};
+use super::{Inputs, are_ready, pod_amounts};
 
 /// Condition of a pod whose containers all restart; the kubelet's.
 const ALL_RESTARTING: &str = "AllContainersRestarting";
@@ -77,14 +77,16 @@ pub(super) fn resize_conditions(inputs: &Inputs<'_>, status: &core::PodStatus) -
         let runs = |status: &&&core::ContainerStatus| {
             status.state.as_ref().is_some_and(|state| state.running.is_some())
         };
-        status.filter(runs).is_some_and(|status| status.resources != resize::amounts(spec))
+        let wanted = || resize::amounts(spec).unwrap_or_default();
+        status.filter(runs).is_some_and(|status| status.resources.clone().unwrap_or_default() != wanted())
     };
     let mut found = Vec::new();
     if let Some(pending) = &inputs.resize.pending {
         found.push(resize_condition(inputs, resize::PENDING, pending.reason, &pending.message));
     }
-    let as_a_whole =
-        status.phase.as_deref() == Some("Running") && status.resources != resize::pod_amounts(inputs.pod);
+    let as_a_whole = status.phase.as_deref() == Some("Running")
+        && resize::pod_amounts(inputs.pod).is_some()
+        && status.resources != pod_amounts(inputs.pod);
     if as_a_whole || specs.into_iter().any(behind) {
         let error = inputs.resize.error.as_deref().unwrap_or_default();
         let reason = if error.is_empty() { "" } else { "Error" };

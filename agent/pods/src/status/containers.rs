@@ -1,16 +1,23 @@
 //! Statuses of containers, including containers that the runtime has lost or forgotten.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_model::{
     origin::Origin,
     pod::container_of,
     status::{runtime_id, timestamp, whole_second},
 };
-use beelet_policy::pod;
+use beelet_policy::{
+    pod,
+    resources::{CPU, PodDemand, ResourceList},
+};
 use beelet_proto::cri;
 use beelet_spec::{resize, signals};
-use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+use beelet_units::quantity::Quantity;
+use k8s_openapi::{
+    api::core::v1 as core,
+    apimachinery::pkg::{api::resource::Quantity as ApiQuantity, apis::meta::v1::Time},
+};
 
 use super::{Inputs, Role, Waiting};
 
@@ -68,7 +75,11 @@ pub(super) fn container(
         ready,
         started: (!matches!(role, Role::Ephemeral)).then_some(started),
         restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
-        resources: newest.and_then(|c| in_force(inputs, c)).or_else(|| resize::amounts(spec)),
+        // A container that the runtime has created has resources, if only empty ones.
+        resources: newest
+            .and_then(|c| in_force(inputs, c))
+            .or_else(|| resize::amounts(spec))
+            .or_else(|| newest.map(|_| core::ResourceRequirements::default())),
         allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
         stop_signal: runtime.and_then(|status| signals::name(status.stop_signal())),
         user: runtime.and_then(|status| status.user.as_ref()?.linux.as_ref()).map(user),
@@ -272,8 +283,30 @@ pub(super) fn update_readiness(inputs: &Inputs<'_>, status: &mut core::Container
 /// Returns the pod-level resource amounts in the previous status of a running pod. These amounts are in force
 /// until the pod's cgroup changes.
 pub(super) fn pod_in_force(inputs: &Inputs<'_>, phase: &str) -> Option<core::ResourceRequirements> {
+    // Amounts of the pod itself are enacted as one; those of its containers, one by one.
+    resize::pod_amounts(inputs.pod)?;
     let ran = |status: &&core::PodStatus| status.phase.as_deref() == Some("Running");
     inputs.previous.filter(ran).filter(|_| phase == "Running")?.resources.clone()
+}
+
+/// Returns the amounts of the pod as a whole: of its spec and, for the others, the sums over its containers
+/// (the kubelet's getEffectiveAllocatedResources).
+pub(crate) fn pod_amounts(pod: &core::Pod) -> Option<core::ResourceRequirements> {
+    let demand = PodDemand::read(pod).ok()?;
+    let own = resize::pod_amounts(pod).unwrap_or_default();
+    let texts = |sums: &ResourceList<'_>, own: Option<&BTreeMap<String, ApiQuantity>>| {
+        let text = |(name, sum): (&str, Quantity)| {
+            // An amount of the spec keeps its text.
+            let own = own.and_then(|own| own.get(name)).filter(|own| Quantity::try_from(*own) == Ok(sum));
+            let sum = || ApiQuantity(if name == CPU { sum.to_string() } else { sum.binary() });
+            (name.to_owned(), own.cloned().unwrap_or_else(sum))
+        };
+        Some(sums.iter().map(text).collect::<BTreeMap<_, _>>()).filter(|all| !all.is_empty())
+    };
+    let requests = texts(&demand.requests(), own.requests.as_ref());
+    let limits = texts(&demand.limits(), own.limits.as_ref());
+    let is_any = requests.is_some() || limits.is_some();
+    is_any.then(|| core::ResourceRequirements { requests, limits, ..Default::default() })
 }
 
 /// Returns the user of a container's first process.

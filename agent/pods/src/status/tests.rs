@@ -318,7 +318,7 @@ fn a_resize_of_the_pod_as_a_whole_is_in_progress_until_its_cgroup_has_it() {
     assert_eq!(first.allocated_resources.as_ref().unwrap()["cpu"].0, "1");
     let mut second = Case { previous: Some(first), ..Case::default() }.status(&p("3"), &seen);
     assert_eq!((limit(&second).as_str(), in_progress(&second)), ("2", true));
-    resize::enact(&mut second, "u1", &BTreeMap::from([("u1".to_owned(), resize::pod_amounts(&p("3")))]));
+    resize::enact(&mut second, "u1", &BTreeMap::from([("u1".to_owned(), pod_amounts(&p("3")))]));
     let third = Case { previous: Some(second), ..Case::default() }.status(&p("3"), &seen);
     assert_eq!((limit(&third).as_str(), in_progress(&third)), ("3", false));
 }

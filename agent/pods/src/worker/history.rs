@@ -98,16 +98,16 @@ impl History {
 
     /// Records the running containers whose definition in the pod has changed. An ended container may have
     /// ended before the change, so only running containers count. An init container other than a sidecar
-    /// keeps its definition until its end (`computeInitContainerActions`).
+    /// keeps its definition until its end, except for its amounts (`computeInitContainerActions`).
     fn record_outdated(&mut self, pod: &core::Pod, seen: &Observation) {
         self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
-        let lasting = pod.spec.iter().flat_map(|s| {
-            s.init_containers.iter().flatten().filter(|init| pod::is_sidecar(init)).chain(&s.containers)
-        });
-        for container in lasting {
+        let inits = pod.spec.iter().flat_map(|s| s.init_containers.iter().flatten());
+        let inits = inits.map(|init| (init, pod::is_sidecar(init)));
+        let mains = pod.spec.iter().flat_map(|s| &s.containers).map(|main| (main, true));
+        for (container, is_lasting) in inits.chain(mains) {
             let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
             let Some(made) = made.filter(|made| seen.is_running(&made.id)) else { continue };
-            if definition::is_redefined(container, made) {
+            if is_lasting && definition::is_redefined(container, made) {
                 self.outdated.insert(made.id.clone(), KillReason::Redefined);
             } else if definition::is_resized(container, made) {
                 self.outdated.insert(made.id.clone(), KillReason::Resized);

@@ -56,7 +56,7 @@ pub(super) async fn run(
         None => work.await,
         Some(within) => timeout(within, work)
             .await
-            .unwrap_or_else(|_| Err(format!("timed out after {} s", within.as_secs_f64()))),
+            .unwrap_or_else(|_| Err(format!("timed out after {:.1} s", within.as_secs_f64()))),
     }
 }
 

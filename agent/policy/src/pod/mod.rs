@@ -283,7 +283,9 @@ impl<'a> Decision<'a> {
 
     /// Starts an init container if needed; returns true once it has succeeded.
     fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
-        if let Some(ContainerState::Exited { exit_code: 0, .. }) = self.here(&spec.name).map(|c| &c.state) {
+        // An instance that was stopped for a resize has not succeeded, whatever its exit code.
+        let here = self.here(&spec.name).filter(|container| !self.is_outdated(container));
+        if let Some(ContainerState::Exited { exit_code: 0, .. }) = here.map(|c| &c.state) {
             return true;
         }
         // An init container that failed for good has decided the pod's outcome before this line.

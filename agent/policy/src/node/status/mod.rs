@@ -39,8 +39,11 @@ const DEFAULT_LABELS: [&str; 9] = [
 const UNINITIALIZED: &str = "node.cloudprovider.kubernetes.io/uninitialized";
 /// Features of Kubernetes that a scheduler may rely on, sorted (KEP-5328): it places pods that need another
 /// one elsewhere.
-const DECLARED_FEATURES: [&str; 2] =
-    ["InPlacePodLevelResourcesVerticalScaling", "RestartAllContainersOnContainerExits"];
+const DECLARED_FEATURES: [&str; 3] = [
+    "InPlacePodLevelResourcesVerticalScaling",
+    "InPlacePodVerticalScalingInitContainers",
+    "RestartAllContainersOnContainerExits",
+];
 /// Maximum number of names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).
 const NAMES_PER_IMAGE: usize = 5;
 /// Maximum bytes of an image's name: longer ones come from a damaged store.

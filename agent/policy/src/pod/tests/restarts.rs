@@ -48,6 +48,21 @@ fn a_container_stopped_for_a_resize_starts_at_once_after_any_exit_code() {
 }
 
 #[test]
+fn an_init_container_stopped_for_a_resize_has_not_succeeded() {
+    let mut resized = verdicts(&[], &[]);
+    resized.condemned.insert("i-0".to_owned(), KillReason::Resized);
+    for policy in ["Always", "Never"] {
+        let pod = pod(policy, &["i"], &["a"]);
+        let check = |state: &str, expect: &str| {
+            check(&pod, &observed(&[(0, true)], vec![container("i", 0, 0, state)]), &resized, expect);
+        };
+        check("running", "kill i-0");
+        check("exit 0 @99999", "start i/1");
+        check("exit 143 @99999", "start i/1");
+    }
+}
+
+#[test]
 fn a_rule_restarts_all_containers_of_the_pod_in_order() {
     let mut pod = with_spec(pod("Never", &["i", "s*"], &["a", "b"]), 0, |c| {
         let codes = k8s_openapi::api::core::v1::ContainerRestartRuleOnExitCodes {
