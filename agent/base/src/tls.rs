@@ -55,7 +55,8 @@ impl ServerCertVerifier for Anybody {
     }
 }
 
-/// Returns the TLS settings of every client of an application.
+/// Returns the TLS settings for probes and hooks, which connect to a pod's application: they accept any
+/// certificate.
 ///
 /// # Errors
 /// The cryptography provider does not support TLS 1.2 and 1.3, which never happens.

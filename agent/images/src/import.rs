@@ -3,8 +3,8 @@
 //! with gzip or zstd.
 //!
 //! The archive is read once, from front to back: blobs are written to the store as they arrive and linked
-//! into images at the end. Its content is hostile: names, counts and memory use are bounded, and nothing is
-//! written to any path. An image is named only when it is complete.
+//! into images at the end. Its content is hostile: names, counts and memory use are bounded, and no part of
+//! it becomes a file of the node. An image is named only when it is complete.
 
 mod blobs;
 mod compression;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file that blocks a new log cannot be removed.
-    #[error("cannot make room for the log {}: {cause}", .log.display())]
+    #[error("cannot remove what blocks the log {}: {cause}", .log.display())]
     Clear {
         /// The log.
         log: PathBuf,

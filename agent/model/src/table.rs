@@ -131,7 +131,7 @@ pub enum FindError {
     #[error("pod {0:?} not found; `beelet get pods` lists all pods")]
     NoPod(String),
     /// Several pods match.
-    #[error("{name:?} may be {first} or {second}: say which by --namespace")]
+    #[error("{name:?} may be {first} or {second}: choose one with `--namespace`")]
     Several {
         /// Searched name.
         name: String,

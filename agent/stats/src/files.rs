@@ -256,8 +256,8 @@ pub(super) struct Opened {
     pub(super) limit: Option<i64>,
 }
 
-/// Counts the open files of the processes in the cgroup itself. Beyond the limits nothing is counted: a
-/// container must not delay a page, and an incomplete number is useless.
+/// Counts the open files of the processes in the cgroup itself. `files` is `None` above [`MAX_PROCESSES`] or
+/// [`MAX_FILES`]: a container must not delay a metrics page, and a partial count is useless.
 pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> {
     let controllers = [Controller::Unified, Controller::Memory];
     let text = controllers.into_iter().find_map(|controller| {

@@ -95,8 +95,8 @@ pub(super) fn bucket_bounds(bucket: usize) -> (f64, f64) {
 }
 
 /// Returns a quantile of a histogram with [`bucket_bounds`]. Values are assumed to be spread evenly within a
-/// bucket, as in Prometheus's `histogram_quantile`: the true value is at most twice as large or half as
-/// large. `None` for an empty histogram.
+/// bucket, as in Prometheus's `histogram_quantile`: the true value is between half and twice the
+/// result, except in the first and the last bucket. `None` for an empty histogram.
 pub(super) fn percentile(counts: &[u64], quantile: f64) -> Option<f64> {
     let total: u64 = counts.iter().sum();
     if total == 0 {

@@ -288,7 +288,7 @@ fn hostile_names_are_refused() {
     refused(&|volume| volume.driver = "kubernetes.io/csi".to_owned(), &pod("u1"), "no volume plugin matched");
     let mut namesake = pod("u1");
     namesake.spec.as_mut().unwrap().volumes.as_mut().unwrap()[0].name = "v~d".to_owned();
-    refused(&|_| {}, &namesake, "rename it");
+    refused(&|_| {}, &namesake, "rename the volume");
     assert!(!folder.exists());
     let failed = |device: &str| mount_disk(device, Path::new("/nowhere"), &wanted(&json!({})).volume);
     assert!(failed("-o").unwrap_err().to_string().contains("is not the path of a device"));

@@ -195,7 +195,7 @@ async fn a_pre_stop_hook_gets_the_grace_period_and_no_more() {
     drop(held);
     node.until_nothing_is_left(&web).await;
     assert!(
-        node.events().iter().any(|e| e.starts_with("FailedPreStopHook: ") && e.contains("within")),
+        node.events().iter().any(|e| e.starts_with("FailedPreStopHook: ") && e.contains("timed out after")),
         "{:#?}",
         node.events()
     );

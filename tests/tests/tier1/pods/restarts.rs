@@ -149,7 +149,8 @@ async fn a_container_that_runs_out_of_memory_reports_it() {
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     let ended = pod.container("main").last_state.unwrap().terminated.unwrap();
     assert_eq!((ended.exit_code, ended.reason.as_deref()), (137, Some("OOMKilled")));
-    let reported = |event: &String| event.starts_with("OOMKilling: ") && event.contains("the runtime says");
+    let reported =
+        |event: &String| event.starts_with("OOMKilling: ") && event.contains("the runtime reports");
     assert!(node.events().iter().any(reported), "{:#?}", node.events());
 }
 

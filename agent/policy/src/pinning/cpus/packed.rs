@@ -24,7 +24,7 @@ pub(crate) enum ClaimError {
     Failed,
 }
 
-/// The order of single CPUs, and the relevant groups.
+/// The policy options that change how CPUs are claimed.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Manner {
     /// Claims from as many cores as possible, and no whole cores (`distribute-cpus-across-cores`).
