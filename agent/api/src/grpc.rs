@@ -105,7 +105,7 @@ impl Node for NodeService {
             let rejected = encode_rejected(&table.rejected);
             proto::ListPodsResponse { pods, rejected, notice, deleted_by_force }
         };
-        let encoded = tokio::task::spawn_blocking(encode).await;
+        let encoded = beelet_base::blocking::spawn_blocking(encode).await;
         encoded.map(Response::new).map_err(|error| Status::internal(error.to_string()))
     }
 

@@ -200,7 +200,7 @@ async fn alive() -> &'static str {
 async fn pods(State(state): State<ApiState>) -> Response {
     let table = Arc::clone(&state.pods.borrow());
     // Thousands of pods are megabytes of text, which would delay the timers of an async thread.
-    let encoded = tokio::task::spawn_blocking(move || {
+    let encoded = beelet_base::blocking::spawn_blocking(move || {
         beelet_codec::list::<Pod>(table.shown().map(|(_, entry)| &entry.pod)).to_string()
     });
     match encoded.await {

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_proto::podresources::{
     AllocatableResourcesRequest, AllocatableResourcesResponse, CdiDevice, ClaimResource, ContainerDevices,
     ContainerMemory, ContainerResources, DynamicResource, GetPodResourcesRequest, GetPodResourcesResponse,
@@ -18,7 +19,6 @@ use beelet_proto::podresources::{
 use beelet_proto::podresources_v1alpha1 as v1alpha1;
 use prometheus_client::{encoding::EncodeLabelSet, metrics::family::Family, registry::Registry};
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};

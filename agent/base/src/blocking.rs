@@ -1,12 +1,20 @@
-//! Runs blocking work off the async threads. No panic is lost: a panic in the work resumes in the waiting
+//! Runs blocking work off the async threads, or in a simulation as a task of the simulation's thread
+//! ([`crate::simulation`]). No panic is lost: a panic in the work resumes in the waiting
 //! task, and ends the caller: a part, and with it the agent (`node/tasks`), or one pod's worker.
 
 use std::any::Any;
 use std::future::pending;
 use std::panic::resume_unwind;
 
-use tokio::task::{JoinError, spawn_blocking};
+use tokio::task::{JoinError, JoinHandle};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::simulation;
+
+/// Starts `work` on a thread that may block. The handle returns its result or its panic.
+pub fn spawn_blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    if simulation::is_on() { tokio::spawn(async { work() }) } else { tokio::task::spawn_blocking(work) }
+}
 
 /// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller, with the
 /// name before the panic's message.
@@ -48,7 +56,11 @@ impl Default for BlockingTasks {
 impl BlockingTasks {
     /// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller.
     pub async fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
-        joined("a pod's chore", self.0.spawn_blocking(work).await).await
+        let work = match simulation::is_on() {
+            true => self.0.spawn(async { work() }),
+            false => self.0.spawn_blocking(work),
+        };
+        joined("a pod's chore", work.await).await
     }
 
     /// Runs `work` in the same way, with a token that is cancelled once the caller waits no longer.

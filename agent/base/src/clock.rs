@@ -1,5 +1,5 @@
 //! Clocks that cannot be set: the monotonic clock that both halves share, the boot clock, which also runs
-//! while the machine sleeps, and a thread's CPU clock. Also sums of a time and a duration that never
+//! while the machine sleeps, and a thread's CPU clock. In a simulation the first two follow its clock. Also sums of a time and a duration that never
 //! overflow.
 
 use std::time::Duration;
@@ -7,6 +7,8 @@ use std::time::Duration;
 use beelet_units::bounds::FAR;
 use jiff::{SignedDuration, Timestamp};
 use rustix::time::{ClockId, clock_gettime};
+
+use crate::simulation;
 
 /// Sums of a time and a duration that never panic.
 ///
@@ -39,9 +41,20 @@ impl After for Timestamp {
 
 /// Returns `CLOCK_MONOTONIC` in nanoseconds, as `bpf_ktime_get_ns` does in the kernel.
 pub fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+    u64::try_from(read(ClockId::Monotonic).as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Returns the time since boot, including the time that the machine slept (`CLOCK_BOOTTIME`).
+#[must_use]
+pub fn since_boot() -> Duration {
+    read(ClockId::Boottime)
+}
+
+fn read(clock: ClockId) -> Duration {
+    simulation::since_boot().unwrap_or_else(|| {
+        let now = clock_gettime(clock);
+        Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+    })
 }
 
 /// Returns this thread's CPU time (`CLOCK_THREAD_CPUTIME_ID`).
@@ -64,9 +77,7 @@ pub struct WallClock {
 impl WallClock {
     /// Returns the clock's step since the last call; zero at first.
     pub fn step(&mut self, now: Timestamp) -> SignedDuration {
-        let boot = clock_gettime(ClockId::Boottime);
-        let seconds = u64::try_from(boot.tv_sec).unwrap_or(0);
-        self.step_at(now, Duration::new(seconds, u32::try_from(boot.tv_nsec).unwrap_or(0)))
+        self.step_at(now, since_boot())
     }
 
     fn step_at(&mut self, now: Timestamp, since_boot: Duration) -> SignedDuration {

@@ -24,6 +24,7 @@ pub mod propagation;
 pub mod redirect;
 pub mod room;
 pub mod shared_folder;
+pub mod simulation;
 pub mod spans;
 pub mod tls;
 pub mod walk;

@@ -4,6 +4,8 @@ use std::{fs, path::Path};
 
 use serde::{Deserialize, Serialize};
 
+use crate::clock;
+
 /// A time since boot in clock ticks, the unit of /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Moment(pub u64);
@@ -12,11 +14,8 @@ impl Moment {
     /// Returns the current moment, rounded down.
     #[must_use]
     pub fn now() -> Self {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        let hz = rustix::param::clock_ticks_per_second();
-        let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-        let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
-        Self(seconds * hz + nanos * hz / 1_000_000_000)
+        let (now, hz) = (clock::since_boot(), rustix::param::clock_ticks_per_second());
+        Self(now.as_secs() * hz + u64::from(now.subsec_nanos()) * hz / 1_000_000_000)
     }
 }
 

@@ -1,47 +1,87 @@
 //! The connection to a runtime's unix socket: the first call opens it, and the next call after a break
-//! reopens it.
+//! reopens it. A simulation replaces the socket by a connection in memory.
 
-use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
 
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::error::ConnectError;
 
+/// A connection to a runtime.
+pub trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
+
+/// A connection that is being opened.
+pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Box<dyn Connection>>> + Send>>;
+
+/// Opens a connection to a runtime.
+#[derive(Clone)]
+pub struct Connect(pub Arc<dyn Fn() -> Connecting + Send + Sync>);
+
+impl fmt::Debug for Connect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Connect")
+    }
+}
+
+impl Connect {
+    fn to(path: PathBuf) -> Self {
+        Self(Arc::new(move || {
+            let path = path.clone();
+            Box::pin(async move { Ok(Box::new(UnixStream::connect(&path).await?) as Box<dyn Connection>) })
+        }))
+    }
+}
+
 /// The socket of the runtime, and the channel to it after the first call.
 #[derive(Debug)]
 pub(super) struct Socket {
     pub(super) path: PathBuf,
+    connect: Connect,
     // A channel starts a task and so needs an async runtime: the first call creates it.
     channel: OnceLock<Channel>,
 }
 
 impl Socket {
     pub(super) fn new(path: PathBuf) -> Self {
-        Socket { path, channel: OnceLock::new() }
+        let connect = Connect::to(path.clone());
+        Self::over(path, connect)
+    }
+
+    /// Returns a socket of this name that is reached by `connect`.
+    pub(super) fn over(path: PathBuf, connect: Connect) -> Self {
+        Socket { path, connect, channel: OnceLock::new() }
     }
 
     /// Returns the channel. The channel holds one HTTP/2 connection and replaces a broken one at the next
     /// call. tonic does not wait in between, so the agent is connected again as soon as the runtime is up.
     pub(super) fn channel(&self) -> Channel {
-        self.channel.get_or_init(|| connect_lazily(&self.path)).clone()
+        self.channel.get_or_init(|| self.connect_lazily()).clone()
     }
-}
 
-fn connect_lazily(path: &Path) -> Channel {
-    let path = path.to_owned();
-    // Go's server refuses a request with an invalid authority, and a socket's path is not a valid authority.
-    Endpoint::from_static("http://localhost").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move {
-            match UnixStream::connect(&path).await {
-                Ok(stream) => Ok(TokioIo::new(stream)),
-                Err(cause) => Err(ConnectError { path: path.display().to_string(), cause }),
+    fn connect_lazily(&self) -> Channel {
+        let (path, connect) = (self.path.clone(), self.connect.clone());
+        // Go's server refuses a request with an invalid authority, and a socket's path is not a valid
+        // authority.
+        let endpoint = Endpoint::from_static("http://localhost");
+        endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+            let (path, connecting) = (path.clone(), (connect.0)());
+            async move {
+                match connecting.await {
+                    Ok(stream) => Ok(TokioIo::new(stream)),
+                    Err(cause) => Err(ConnectError { path: path.display().to_string(), cause }),
+                }
             }
-        }
-    }))
+        }))
+    }
 }
 
 /// Returns the path of the socket from `unix:///path` or `/path`.
@@ -74,6 +114,8 @@ pub struct EndpointError {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn check(endpoint: &str, expected: Result<&str, &str>) {

@@ -40,7 +40,7 @@ use beelet_units::{
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
-pub use self::channel::EndpointError;
+pub use self::channel::{Connect, Connecting, Connection, EndpointError};
 pub use self::error::{Error, Kind};
 pub use self::events::ContainerEvents;
 pub use self::exec::pid_of;
@@ -86,6 +86,14 @@ impl Runtime {
     pub fn new(endpoint: &str, request_timeout: Duration) -> Result<Self, EndpointError> {
         let socket = Arc::new(Socket::new(socket_path(endpoint)?));
         Ok(Runtime { runtime: Arc::clone(&socket), images: socket, request_timeout, metrics: Metrics::new() })
+    }
+
+    /// Returns a client of a simulated runtime that is reached by `connect`. `name` replaces the socket's path
+    /// in messages.
+    #[must_use]
+    pub fn over(name: &Path, connect: Connect, request_timeout: Duration) -> Self {
+        let socket = Arc::new(Socket::over(name.to_owned(), connect));
+        Runtime { runtime: Arc::clone(&socket), images: socket, request_timeout, metrics: Metrics::new() }
     }
 
     /// Returns the same client with another socket for images.

@@ -16,14 +16,11 @@ use beelet_policy::{
 };
 use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
-use tokio::{
-    task::{JoinHandle, spawn_blocking},
-    time::Instant,
-};
+use tokio::{task::JoinHandle, time::Instant};
 use tracing::{info, warn};
 
 use super::disk::DiskUsages;
-use beelet_base::blocking::joined;
+use beelet_base::blocking::{joined, spawn_blocking};
 use beelet_cgroups::Cgroups;
 use beelet_model::status::runtime_id;
 

@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use super::file::{File, Good};
+use beelet_base::blocking::spawn_blocking;
 use beelet_model::objects::Object;
 use beelet_state::{Loaded, State};
 

@@ -133,7 +133,7 @@ impl ManifestSource {
     ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send + use<>) {
         let node = Object::node(&node_name);
         let (rules, place) = (options.rules.clone(), path.clone());
-        let made = tokio::task::spawn_blocking(move || rules.folder(&place, &node_name)).await;
+        let made = beelet_base::blocking::spawn_blocking(move || rules.folder(&place, &node_name)).await;
         let folder = made.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
         let (owners, kept) = watch::channel(folder.owners().clone());
         if let Some(state) = options.rules.state.clone() {
@@ -189,7 +189,7 @@ impl ManifestSource {
             let scan = scan(&path);
             (scan.standing, read_all(scan.files, &known))
         };
-        let (standing, files) = match tokio::task::spawn_blocking(look).await {
+        let (standing, files) = match beelet_base::blocking::spawn_blocking(look).await {
             Ok(read) => read,
             Err(error) => (FolderState::Unreadable(error.to_string()), Vec::new()),
         };
@@ -261,7 +261,7 @@ impl ManifestSource {
             changes.deleted.iter().for_each(|name| self.folder.record_deletion(&folder.join(name)));
         }
         let known = self.folder.digests();
-        let read = tokio::task::spawn_blocking(move || {
+        let read = beelet_base::blocking::spawn_blocking(move || {
             let complete = changes.created.into_iter().filter(|name| is_complete(&folder.join(name)));
             let names: BTreeSet<OsString> = complete.chain(changes.files).collect();
             let (mut files, mut absent) = (Vec::new(), Vec::new());

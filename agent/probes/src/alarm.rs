@@ -1,6 +1,6 @@
 //! A kernel timer for all deadlines. The runtime's own timers are kept in slots of growing length, and a wait
 //! longer than the first slots wakes the thread in between: wake-ups are most of the cost of probes that the
-//! kernel answers.
+//! kernel answers. A simulation, whose clock the kernel's timers do not follow, uses the runtime's own timer.
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
@@ -13,12 +13,16 @@ use rustix::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
+use beelet_base::simulation;
 use beelet_bpf::watched;
+
+use crate::worker::now;
 
 /// Rings at times of `CLOCK_MONOTONIC`.
 #[derive(Debug)]
 pub(super) struct Alarm {
-    timer: AsyncFd<OwnedFd>,
+    /// None in a simulation.
+    timer: Option<AsyncFd<OwnedFd>>,
     set: Option<Duration>,
 }
 
@@ -28,9 +32,12 @@ impl Alarm {
     /// # Errors
     /// The timer can't be made.
     pub(super) fn new() -> io::Result<Self> {
+        if simulation::is_on() {
+            return Ok(Self { timer: None, set: None });
+        }
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        Ok(Self { timer: watched(timer, Interest::READABLE)?, set: None })
+        Ok(Self { timer: Some(watched(timer, Interest::READABLE)?), set: None })
     }
 
     /// Waits until `at`, or forever without it. A dropped wait may be followed by a wait for another time.
@@ -38,6 +45,13 @@ impl Alarm {
     /// # Errors
     /// The timer can't be set, which never happens for a valid time.
     pub(super) async fn until(&mut self, at: Option<Duration>) -> io::Result<()> {
+        let Some(timer) = &self.timer else {
+            match at {
+                Some(at) => tokio::time::sleep(at.saturating_sub(now())).await,
+                None => std::future::pending().await,
+            }
+            return Ok(());
+        };
         if self.set != at {
             let it_value = at.map_or(Timespec { tv_sec: 0, tv_nsec: 0 }, |at| Timespec {
                 tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
@@ -45,13 +59,13 @@ impl Alarm {
                 tv_nsec: i64::from(at.subsec_nanos()).max(i64::from(at.as_secs() == 0)),
             });
             let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
-            timerfd_settime(self.timer.get_ref(), TimerfdTimerFlags::ABSTIME, &once)?;
+            timerfd_settime(timer.get_ref(), TimerfdTimerFlags::ABSTIME, &once)?;
             self.set = at;
         }
         loop {
-            let mut ready = self.timer.readable().await?;
+            let mut ready = timer.readable().await?;
             let mut times = [0; 8];
-            match rustix::io::read(self.timer.get_ref(), &mut times) {
+            match rustix::io::read(timer.get_ref(), &mut times) {
                 Ok(_) => {
                     self.set = None;
                     return Ok(());

@@ -84,7 +84,7 @@ async fn end(runtime: &Runtime, container_id: &str, command: &[String], started:
         }
     };
     let command = command.to_vec();
-    let ended = tokio::task::spawn_blocking(move || stragglers::end(init, &command, started)).await;
+    let ended = beelet_base::blocking::spawn_blocking(move || stragglers::end(init, &command, started)).await;
     match ended {
         Ok(Ok(count)) => debug!(container_id, count, "ended the processes of an exec probe"),
         Ok(Err(error)) => warn!(container_id, %error, "processes of an exec probe may be left"),

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_base::work::Work;
+use beelet_base::{simulation, work::Work};
 use beelet_policy::probe::{Outcome, ProbeKind, Suspension, Transition, listener::Verdict};
 use futures::FutureExt as _;
 use jiff::Timestamp;
@@ -151,11 +151,19 @@ impl Probes {
     }
 
     /// Runs the probes until `shutdown`, or until this future is dropped: on a thread of its own, since
-    /// wake-ups are most of the cost of a regular check, and a runtime of several threads wakes two.
+    /// wake-ups are most of the cost of a regular check, and a runtime of several threads wakes two. In a
+    /// simulation, runs them as a task of the simulation's thread.
     pub fn run(self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let stop = shutdown.child_token();
             let _stop_with_us = stop.clone().drop_guard();
+            if simulation::is_on() {
+                match Alarm::new() {
+                    Ok(alarm) => self.work(alarm, stop).await,
+                    Err(error) => error!(%error, "cannot run probes: no timer"),
+                }
+                return;
+            }
             let (running, ended) = oneshot::channel::<()>();
             let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
                 let alarm = {

@@ -3,13 +3,11 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use tokio::{
-    sync::{mpsc, watch},
-    task::spawn_blocking,
-};
+use tokio::sync::{mpsc, watch};
 use tracing::warn;
 
 use super::services::Services;
+use beelet_base::blocking::spawn_blocking;
 use beelet_devices::{Active, Devices, Parts, Settings, Tasks, remnants};
 use beelet_model::{pod::managed, request::Request};
 use beelet_proto::cri;

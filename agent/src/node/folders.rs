@@ -3,9 +3,9 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Context, Result, bail};
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_base::propagation::{self, Reach, inspect};
 use beelet_config::Config;

@@ -9,9 +9,9 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_bpf::{Kernel, KernelOptions, PodFolders, Scheduler};
 use beelet_cgroups::{Cgroups, Version};
 use beelet_tuner::{Scheduling, StartScheduler};

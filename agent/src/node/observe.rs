@@ -6,10 +6,11 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
+use beelet_base::blocking::spawn_blocking;
 use beelet_policy::{images::gc::ImageGcPolicy, tuner::TunerMode};
 use beelet_proto::cri;
 use prometheus_client::registry::Registry;
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tracing::{info, warn};

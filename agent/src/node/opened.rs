@@ -3,13 +3,13 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
+use beelet_base::blocking::spawn_blocking;
 use beelet_policy::resources::{
     cgroups::{CgroupConfig, CgroupValues},
     user_namespaces::IdPool,
 };
 use beelet_proto::cri;
 use beelet_units::cgroup_driver::CgroupDriver;
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use super::{

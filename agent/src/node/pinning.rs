@@ -3,14 +3,12 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use anyhow::{Context as _, Result};
+use beelet_base::blocking::spawn_blocking;
 use beelet_policy::{
     node::reservations::hard_eviction,
     resources::{CPU, MEMORY, huge_pages::PREFIX},
 };
-use tokio::{
-    sync::{mpsc, watch},
-    task::spawn_blocking,
-};
+use tokio::sync::{mpsc, watch};
 
 use super::{facts, opened::Node};
 use beelet_model::request::Request;

@@ -4,10 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
-use tokio::{
-    sync::{mpsc, watch},
-    task::spawn_blocking,
-};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -29,7 +26,7 @@ use super::{
     upkeep::{self, Locks},
 };
 use beelet_api::grpc::{self, manifests::Running};
-use beelet_base::blocking::blocking;
+use beelet_base::blocking::{blocking, spawn_blocking};
 use beelet_bpf::Interest;
 use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};

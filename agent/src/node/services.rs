@@ -4,13 +4,11 @@
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
-use tokio::{
-    sync::{SetOnce, watch},
-    task::spawn_blocking,
-};
+use tokio::sync::{SetOnce, watch};
 
 use super::{doors::Doors, health::Health, metrics::Metrics, stats::Stats};
 use beelet_api::grpc::{self, garbage::Collectors, manifests::Running};
+use beelet_base::blocking::spawn_blocking;
 use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;

@@ -4,7 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use beelet_api::{podresources, podsapi};
-use beelet_base::blocking::blocking;
+use beelet_base::blocking::{blocking, spawn_blocking};
 use beelet_cri::{mounts::Mounts, ownership::Ownership};
 use beelet_images::folder::Folder;
 use beelet_logs::{
@@ -14,7 +14,6 @@ use beelet_logs::{
 use beelet_pods::{orphans, records::Records};
 use beelet_state::{State, events::NodeEvents};
 use beelet_volumes::{Periods, VolumeManager};
-use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 
 use super::{handles::Handles, opened::Node, tasks::Tasks};

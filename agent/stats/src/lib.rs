@@ -25,7 +25,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -33,6 +32,7 @@ pub use self::model::NodeStats;
 pub use self::sampler::{KernelReading, Snapshot};
 
 use self::sampler::Sampler;
+use beelet_base::blocking::spawn_blocking;
 use beelet_base::work::Work;
 use beelet_cgroups::Cgroups;
 use beelet_model::{

@@ -24,13 +24,13 @@ mod view;
 
 use std::{sync::Arc, time::Duration};
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_policy::{
     resources::cgroups::CgroupConfig,
     tuner::{Law, TunerMode},
 };
 use tokio::{
     sync::watch,
-    task::spawn_blocking,
     time::{Instant, MissedTickBehavior, interval},
 };
 use tokio_util::sync::CancellationToken;

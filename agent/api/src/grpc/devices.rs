@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::devices_server::{Devices as Service, DevicesServer};
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
 
 use beelet_devices::{Devices, Holder, ResourceView};

@@ -209,7 +209,7 @@ impl Manifests for Service {
         while turn.join_next().await.is_some() {}
         let (folder, now) = (self.folder.clone(), Arc::clone(&running.desired.borrow()));
         let dry_run = request.dry_run;
-        let done = tokio::task::spawn_blocking(move || {
+        let done = beelet_base::blocking::spawn_blocking(move || {
             let plan = folder.plan(request, &now)?;
             if !dry_run {
                 plan.carry_out()?;
@@ -243,7 +243,7 @@ impl Manifests for Service {
         };
         let (from, keep) = (path.clone(), request.keep_manifest);
         let take = move || from.map_or(Ok(None), |from| remove_manifest(&from, keep));
-        let taken = tokio::task::spawn_blocking(take).await;
+        let taken = beelet_base::blocking::spawn_blocking(take).await;
         let kept = taken.map_err(|e| Status::internal(e.to_string()))??;
         let seconds = request.grace_seconds.map(|seconds| i64::try_from(seconds).unwrap_or(i64::MAX));
         let (grace, force) = (seconds.map(bounds::grace), request.force);
@@ -278,7 +278,7 @@ impl Manifests for Service {
         let request = request.into_inner();
         let selector = selector(&request.selector)?;
         let folder = self.folder.clone();
-        let listed = tokio::task::spawn_blocking(move || folder.objects(&request, &selector));
+        let listed = beelet_base::blocking::spawn_blocking(move || folder.objects(&request, &selector));
         let objects = listed.await.map_err(|e| Status::internal(e.to_string()))??;
         Ok(Response::new(proto::ListResponse { objects }))
     }

@@ -25,7 +25,7 @@ const MOST_FILE_SYSTEMS: usize = 64;
 pub(super) async fn cadvisor(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now(Scope::Everything).await;
     page(
-        tokio::task::spawn_blocking(move || {
+        beelet_base::blocking::spawn_blocking(move || {
             let mounted = match mountinfo::read() {
                 Ok(table) => FileSystem::all(&table, &pressure.machine.disks),
                 Err(_) => Vec::new(),

@@ -34,7 +34,7 @@ pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) ->
 /// Serves the page for metrics-server.
 pub(super) async fn resource(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now(Scope::Usage).await;
-    page(tokio::task::spawn_blocking(move || resource_page(&pressure)).await)
+    page(beelet_base::blocking::spawn_blocking(move || resource_page(&pressure)).await)
 }
 
 pub(super) fn page(made: Result<String, tokio::task::JoinError>) -> Response {

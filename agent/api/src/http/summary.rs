@@ -27,7 +27,7 @@ pub(super) async fn summary(State(state): State<ApiState>) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
     }
     // An unresponsive file system must not block an async thread.
-    let made = tokio::task::spawn_blocking(move || {
+    let made = beelet_base::blocking::spawn_blocking(move || {
         let sizes = Sizes::measure(&pressure.places);
         serde_json::to_vec(&of(&pressure, &sizes)).map_err(|error| error.to_string())
     });

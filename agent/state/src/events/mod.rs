@@ -13,11 +13,12 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::blocking::spawn_blocking;
 use beelet_units::shorten::in_the_middle;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use serde::{Deserialize, Serialize};
-use tokio::{sync::watch, task::spawn_blocking, time::sleep};
+use tokio::{sync::watch, time::sleep};
 use tracing::{error, warn};
 
 use crate::{Loaded, State};
