@@ -20,9 +20,11 @@
 //!
 //! A wait ends with its event, and fails the test, with a list of all calls, after [`PATIENCE`]. The runtime
 //! has its own thread, independent of the test's async runtime; a paused clock does not affect it, and must
-//! not be used with it (it would advance during waits for real sockets).
+//! not be used with it (it would advance during waits for real sockets). A simulation instead gives the
+//! runtime a [`Director`] and connects in memory ([`FakeCri::connect`]), on its own thread and clock.
 
 mod calls;
+mod director;
 mod script;
 mod server;
 mod world;
@@ -37,6 +39,7 @@ use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 
 pub use self::calls::{Asked, CHANGES, Call, Op, Outcome};
+pub use self::director::Director;
 pub use self::script::Script;
 pub use self::world::{Container, Sandbox, World};
 pub use crate::faults::{Held, PATIENCE};
@@ -59,6 +62,8 @@ struct Shared {
     state: Mutex<State>,
     /// Counts changes of calls and of the world.
     changes: watch::Sender<u64>,
+    /// Decides about all calls of a simulation, which records them itself.
+    director: Option<Arc<dyn Director>>,
 }
 
 struct State {
@@ -92,18 +97,36 @@ impl FakeCri {
             Err(error) => panic!("cannot create a folder for the socket: {error}"),
         };
         let socket = folder.path().join("cri.sock");
-        Self::with(socket, Some(folder))
+        Self::with(socket, Some(folder), None)
     }
 
     /// Like [`FakeCri::absent`], at the given socket.
     #[must_use]
     pub fn absent_at(socket: &Path) -> Self {
-        Self::with(socket.to_owned(), None)
+        Self::with(socket.to_owned(), None, None)
     }
 
-    fn with(socket: PathBuf, folder: Option<tempfile::TempDir>) -> Self {
+    /// Creates the runtime of a simulation, without a socket: connect with [`FakeCri::connect`].
+    #[must_use]
+    pub fn directed(director: Arc<dyn Director>) -> Self {
+        Self::with(PathBuf::new(), None, Some(director))
+    }
+
+    /// Opens a connection in memory. A task of the caller's async runtime serves it.
+    #[must_use]
+    pub fn connect(&self) -> tokio::io::DuplexStream {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        tokio::spawn(server::serve_connection(Arc::clone(&self.shared), theirs));
+        ours
+    }
+
+    fn with(
+        socket: PathBuf,
+        folder: Option<tempfile::TempDir>,
+        director: Option<Arc<dyn Director>>,
+    ) -> Self {
         let state = State { world: World::new(), rules: Rules::default(), calls: Vec::new(), signals: None };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changes: watch::channel(0).0 });
+        let shared = Arc::new(Shared { state: Mutex::new(state), changes: watch::channel(0).0, director });
         FakeCri { shared, socket, serving: Mutex::new(None), _folder: folder }
     }
 

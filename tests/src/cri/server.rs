@@ -65,6 +65,19 @@ pub(super) fn serve(
     }
 }
 
+/// Serves one connection in memory until its end.
+pub(super) async fn serve_connection(shared: Arc<Shared>, connection: tokio::io::DuplexStream) {
+    let service = Service { shared };
+    let calls = RuntimeServiceServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE);
+    let images = ImageServiceServer::new(service).max_decoding_message_size(MAX_MESSAGE);
+    let incoming = futures::stream::iter([Ok::<_, std::io::Error>(connection)]);
+    let server = tonic::transport::Server::builder()
+        .add_service(calls.max_encoding_message_size(MAX_MESSAGE))
+        .add_service(images.max_encoding_message_size(MAX_MESSAGE));
+    // The end of a connection is not a failure of the runtime.
+    let _ = server.serve_with_incoming(incoming).await;
+}
+
 /// Replacement of an answer's body.
 #[derive(Clone)]
 struct Rewritten(Vec<u8>);
@@ -99,6 +112,17 @@ impl Service {
         let (timeout, parent) = (header("grpc-timeout"), header("traceparent"));
         let message = request.into_inner();
         let asked = Asked::from(Wrapped::<OP, Q>(message.clone()));
+        if let Some(director) = &self.shared.director {
+            director.before(&asked).await?;
+            let result = self.shared.work(|world| {
+                director.prepare(world, &asked);
+                let result = work(world, message);
+                director.follow(world, &asked);
+                result
+            });
+            director.after(&asked).await?;
+            return result.map(Response::new);
+        }
         let (arrival, delay, act) = self.shared.arrive(asked, timeout, parent);
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;

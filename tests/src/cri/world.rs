@@ -208,7 +208,10 @@ impl World {
     }
 
     /// Ends a running container.
-    pub(super) fn exit(&mut self, id: &str, code: i32, reason: Option<&str>) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// The container does not run.
+    pub fn exit(&mut self, id: &str, code: i32, reason: Option<&str>) -> Result<(), String> {
         let now = self.now();
         let container =
             self.containers.get_mut(id).ok_or_else(|| format!("container {id} does not exist"))?;

@@ -1,0 +1,622 @@
+//! The simulated machine: a container runtime with processes that live, end, and take their time to stop. It
+//! outlives the agent. Records the facts for the judge where they happen.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use beelet_judge::trace::{End, Event, Fact, ProbeKind};
+use beelet_judge::{Judge, Violation, rules};
+use beelet_pleg::ExitHint;
+use beelet_proto::cri::{ContainerState, PodSandboxState};
+use beelet_tests::cri::{Asked, Container, Director, FakeCri, Op, World};
+use fastrand::Rng;
+use tokio::sync::{Notify, mpsc};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+
+use crate::plan::{Fault, FaultKind, Plan};
+use crate::seam;
+use crate::shapes::{Behaviour, IMAGE};
+
+/// Allocatable CPU of the machine in thousandths.
+pub(crate) const CPU: u64 = 4000;
+/// Exit code of a killed process.
+const KILLED: i32 = 137;
+/// Exit code of a process ended by SIGTERM.
+const TERMINATED: i32 = 143;
+
+/// The machine.
+pub(crate) struct Machine {
+    pub(crate) cri: Arc<FakeCri>,
+    pub(crate) core: Arc<Core>,
+}
+
+impl Machine {
+    /// Creates a machine without pods.
+    pub(crate) fn new(plan: &Plan) -> Self {
+        let core = Arc::new(Core {
+            seed: plan.seed,
+            kernel: plan.kernel,
+            state: Mutex::new(State::new()),
+            changed: Notify::new(),
+            killed: Arc::new(Notify::new()),
+            cri: OnceLock::new(),
+        });
+        let director: Arc<dyn Director> = Arc::<Core>::clone(&core);
+        let cri = Arc::new(FakeCri::directed(director));
+        // Fails only for a second machine.
+        let _ = core.cri.set(Arc::downgrade(&cri));
+        cri.add_image(IMAGE);
+        cri.change(|world| world.streams_events = plan.streams);
+        Self { cri, core }
+    }
+}
+
+/// The part of the machine that decides about calls.
+pub(crate) struct Core {
+    seed: u64,
+    /// True if the kernel reports exits.
+    kernel: bool,
+    state: Mutex<State>,
+    /// A process or a due time has changed.
+    pub(crate) changed: Notify,
+    /// The agent is to be killed now.
+    pub(crate) killed: Arc<Notify>,
+    cri: OnceLock<Weak<FakeCri>>,
+}
+
+/// The machine's state beside the runtime's own.
+struct State {
+    processes: BTreeMap<String, Process>,
+    /// UIDs of the pods and names of all containers, by id.
+    names: BTreeMap<String, (String, String)>,
+    seen: Seen,
+    /// Causes of ends that the world does not know.
+    causes: BTreeMap<String, End>,
+    /// Times at which starts were requested.
+    starts: BTreeMap<String, Duration>,
+    /// Number of calls so far by call and subject.
+    counts: BTreeMap<String, u64>,
+    faults: Vec<(Duration, Fault)>,
+    /// Ends of the periods in which a container's probes fail, by pod and container.
+    sick: BTreeMap<(String, String), Duration>,
+    kill: Option<(u64, bool)>,
+    /// Time for which a killed agent is away.
+    away: Duration,
+    away_until: Duration,
+    connections: CancellationToken,
+    hints: Option<mpsc::UnboundedSender<ExitHint>>,
+    statuses: BTreeMap<String, beelet_judge::trace::Status>,
+    events: Vec<Event>,
+    calls: Vec<(Duration, String)>,
+    judge: Judge,
+}
+
+/// A container's process.
+struct Process {
+    behaviour: Behaviour,
+    /// Time and exit code of its end, if known.
+    ends: Option<(Duration, i32, End)>,
+    terminated: bool,
+}
+
+/// The world as the trace has it.
+#[derive(Default)]
+struct Seen {
+    /// Sandboxes; true if ready.
+    sandboxes: BTreeMap<String, bool>,
+    /// Containers with their state and CPU.
+    containers: BTreeMap<String, (ContainerState, u64, String)>,
+}
+
+impl State {
+    fn new() -> Self {
+        Self {
+            processes: BTreeMap::new(),
+            names: BTreeMap::new(),
+            seen: Seen::default(),
+            causes: BTreeMap::new(),
+            starts: BTreeMap::new(),
+            counts: BTreeMap::new(),
+            faults: Vec::new(),
+            sick: BTreeMap::new(),
+            kill: None,
+            away: Duration::ZERO,
+            away_until: Duration::ZERO,
+            connections: CancellationToken::new(),
+            hints: None,
+            statuses: BTreeMap::new(),
+            events: Vec::new(),
+            calls: Vec::new(),
+            judge: Judge::new(rules::Node { cpu: CPU, devices: 0 }),
+        }
+    }
+
+    fn record(&mut self, fact: Fact) {
+        let event = Event { at: seam::elapsed(), fact };
+        self.judge.observe(&event);
+        self.events.push(event);
+    }
+
+    /// Records the differences between the world and the trace.
+    fn follow(&mut self, world: &World) {
+        self.follow_ends(world);
+        self.follow_sandboxes(world);
+        for (id, container) in &world.containers {
+            let cpu = cpu_of(container);
+            let known = self.seen.containers.get(id).map(|(state, cpu, _)| (*state, *cpu));
+            if known.is_none() {
+                let metadata = world.sandboxes.get(&container.sandbox_id).and_then(|s| s.config.metadata.as_ref());
+                let uid = metadata.map(|metadata| metadata.uid.clone()).unwrap_or_default();
+                self.names.insert(id.clone(), (uid, container.name().to_owned()));
+                self.record(Fact::Created {
+                    container: id.clone(),
+                    sandbox: container.sandbox_id.clone(),
+                    name: container.name().to_owned(),
+                    devices: BTreeSet::new(),
+                });
+            }
+            if known.is_none_or(|(_, before)| before != cpu) {
+                self.record(Fact::Cpu { container: id.clone(), milli: cpu });
+            }
+            let runs = container.state == ContainerState::ContainerRunning;
+            if runs && known.is_none_or(|(state, _)| state != container.state) {
+                let asked = self.starts.remove(id).unwrap_or_default();
+                self.record(Fact::Started { container: id.clone(), asked });
+                self.start(container);
+            }
+            let seen = (container.state, cpu, container.sandbox_id.clone());
+            self.seen.containers.insert(id.clone(), seen);
+        }
+    }
+
+    fn follow_ends(&mut self, world: &World) {
+        let running = |state: ContainerState| state == ContainerState::ContainerRunning;
+        let before: Vec<(String, ContainerState, String)> =
+            self.seen.containers.iter().map(|(id, (state, _, pod))| (id.clone(), *state, pod.clone())).collect();
+        for (id, state, sandbox) in before {
+            let now = world.containers.get(&id);
+            if running(state) && now.is_none_or(|container| !running(container.state)) {
+                let code = now.map_or(KILLED, |container| container.exit_code);
+                let by = self.causes.remove(&id).unwrap_or(End::Force);
+                self.processes.remove(&id);
+                self.record(Fact::Exited { container: id.clone(), code, by });
+                if let Some((seen, _, _)) = self.seen.containers.get_mut(&id) {
+                    *seen = ContainerState::ContainerExited;
+                }
+            }
+            if now.is_none() {
+                self.seen.containers.remove(&id);
+                if world.sandboxes.contains_key(&sandbox) {
+                    self.record(Fact::Removed { container: id });
+                }
+            }
+        }
+    }
+
+    fn follow_sandboxes(&mut self, world: &World) {
+        for (id, ready) in std::mem::take(&mut self.seen.sandboxes) {
+            match world.sandboxes.get(&id) {
+                None => self.record(Fact::SandboxRemoved { sandbox: id }),
+                Some(sandbox) if ready && sandbox.state == PodSandboxState::SandboxNotready => {
+                    self.record(Fact::SandboxStopped { sandbox: id.clone() });
+                    self.seen.sandboxes.insert(id, false);
+                }
+                Some(_) => {
+                    self.seen.sandboxes.insert(id, ready);
+                }
+            }
+        }
+        for (id, sandbox) in &world.sandboxes {
+            if !self.seen.sandboxes.contains_key(id) {
+                let uid = sandbox.config.metadata.as_ref().map(|name| name.uid.clone()).unwrap_or_default();
+                self.record(Fact::SandboxRan { sandbox: id.clone(), uid });
+                self.seen.sandboxes.insert(id.clone(), true);
+            }
+        }
+    }
+
+    fn start(&mut self, container: &Container) {
+        let behaviour = Behaviour::of(&container.config.args);
+        let ends = behaviour
+            .lives
+            .map(|(seconds, code)| (seam::elapsed() + Duration::from_secs(seconds), code, End::Itself));
+        self.processes.insert(container.id.clone(), Process { behaviour, ends, terminated: false });
+    }
+}
+
+/// Returns a container's CPU in thousandths, from its shares (kubelet: `MilliCPUToShares`).
+fn cpu_of(container: &Container) -> u64 {
+    let shares = container.resources.as_ref().map_or(0, |resources| resources.cpu_shares);
+    let milli = (u64::try_from(shares).unwrap_or(0) * 1000 + 512) / 1024;
+    // The shapes' amounts are multiples of 50.
+    (milli + 25) / 50 * 50
+}
+
+impl Core {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut World)) {
+        if let Some(cri) = self.cri.get().and_then(Weak::upgrade) {
+            cri.change(|world| {
+                change(world);
+                self.lock().follow(world);
+            });
+        }
+        self.changed.notify_one();
+    }
+
+    /// Records a fact.
+    pub(crate) fn record(&self, fact: Fact) {
+        self.lock().record(fact);
+    }
+
+    /// Returns a random number generator for one event: it depends on the event, not on the events before.
+    fn random(&self, key: &str) -> Rng {
+        let mut state = self.lock();
+        let count = state.counts.entry(key.to_owned()).or_default();
+        *count += 1;
+        // FNV-1a.
+        let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        let start = 0xcbf2_9ce4_8422_2325 ^ self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let numbered = key.bytes().chain(count.to_le_bytes());
+        Rng::with_seed(numbered.fold(start, hash))
+    }
+
+    // ---- Processes ----
+
+    /// Returns the time of the next end of a process.
+    pub(crate) fn next_end(&self) -> Option<Duration> {
+        self.lock().processes.values().filter_map(|process| Some(process.ends?.0)).min()
+    }
+
+    /// Ends the processes whose time has come.
+    pub(crate) fn end_due(&self) {
+        let now = seam::elapsed();
+        loop {
+            let due = self.lock().processes.iter().find_map(|(id, process)| {
+                process.ends.filter(|(at, _, _)| *at <= now).map(|(_, code, by)| (id.clone(), code, by))
+            });
+            let Some((id, code, by)) = due else { return };
+            self.end(&id, code, by);
+        }
+    }
+
+    /// Ends a running container's process.
+    pub(crate) fn end(&self, id: &str, code: i32, by: End) {
+        self.lock().causes.insert(id.to_owned(), by);
+        self.change(|world| {
+            let pid = world.containers.get(id).map_or(0, |container| container.pid);
+            let reason = (by == End::Oom).then_some("OOMKilled");
+            if world.exit(id, code, reason).is_ok() && self.kernel {
+                let hint = ExitHint::Exited { pid, at_ns: seam::now() };
+                // The agent may be away.
+                let _ = self.lock().hints.as_ref().map(|hints| hints.send(hint));
+            }
+        });
+        let mut state = self.lock();
+        state.causes.remove(id);
+        state.processes.remove(id);
+    }
+
+    /// Sends SIGTERM to a container's process.
+    fn terminate(&self, id: &str) {
+        let mut state = self.lock();
+        let Some(process) = state.processes.get_mut(id).filter(|process| !process.terminated) else { return };
+        process.terminated = true;
+        if let Some(seconds) = process.behaviour.stops {
+            let at = seam::elapsed() + Duration::from_secs(seconds) + Duration::from_millis(20);
+            let sooner = process.ends.is_none_or(|(ends, _, _)| at < ends);
+            if sooner {
+                process.ends = Some((at, TERMINATED, End::Stop));
+            }
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Returns the id of a pod's running container.
+    pub(crate) fn running(&self, uid: &str, name: &str) -> Option<String> {
+        let state = self.lock();
+        let mut ids = state.processes.keys();
+        ids.find(|id| state.names.get(*id).is_some_and(|(of, named)| of == uid && named == name)).cloned()
+    }
+
+    fn runs(&self, id: &str) -> bool {
+        self.lock().processes.contains_key(id)
+    }
+
+    /// Ends all processes, or those of one pod, with their sandboxes.
+    pub(crate) fn crash(&self, uid: Option<&str>) {
+        let uid = uid.map(str::to_owned);
+        self.change(|world| {
+            let is_meant = |world: &World, sandbox: &str| {
+                let metadata = world.sandboxes.get(sandbox).and_then(|s| s.config.metadata.as_ref());
+                uid.as_ref().is_none_or(|uid| metadata.is_some_and(|metadata| metadata.uid == *uid))
+            };
+            let running: Vec<String> = world
+                .containers
+                .values()
+                .filter(|c| c.state == ContainerState::ContainerRunning && is_meant(world, &c.sandbox_id))
+                .map(|c| c.id.clone())
+                .collect();
+            for id in running {
+                self.lock().causes.insert(id.clone(), End::Machine);
+                // Cannot fail: the container runs.
+                let _ = world.exit(&id, 255, Some("Unknown"));
+            }
+            let ids: Vec<String> = world.sandboxes.keys().filter(|id| is_meant(world, id)).cloned().collect();
+            for id in ids {
+                if let Some(sandbox) = world.sandboxes.get_mut(&id) {
+                    sandbox.state = PodSandboxState::SandboxNotready;
+                }
+            }
+        });
+    }
+
+    // ---- Disturbances ----
+
+    /// Disturbs calls from now on.
+    pub(crate) fn disturb(&self, fault: Fault) {
+        let until = seam::elapsed() + Duration::from_secs(fault.seconds);
+        self.lock().faults.push((until, fault));
+    }
+
+    /// Makes the probes of a container fail.
+    pub(crate) fn sicken(&self, uid: &str, name: &str, seconds: u64) {
+        let until = seam::elapsed() + Duration::from_secs(seconds);
+        self.lock().sick.insert((uid.to_owned(), name.to_owned()), until);
+    }
+
+    /// Breaks all connections; new ones are refused for these seconds.
+    pub(crate) fn restart_runtime(&self, seconds: u64) {
+        let mut state = self.lock();
+        state.away_until = seam::elapsed() + Duration::from_secs(seconds);
+        std::mem::take(&mut state.connections).cancel();
+    }
+
+    /// Kills the agent at its n-th changing call from now, for this time.
+    pub(crate) fn kill_at(&self, calls: u64, after_effect: bool, away: Duration) {
+        let mut state = self.lock();
+        (state.kill, state.away) = (Some((calls, after_effect)), away);
+    }
+
+    /// Returns the time for which a killed agent is away.
+    pub(crate) fn away(&self) -> Duration {
+        self.lock().away
+    }
+
+    /// Records a pod's published status, if it differs from the last one.
+    pub(crate) fn record_status(&self, status: beelet_judge::trace::Status) {
+        let mut state = self.lock();
+        if state.statuses.get(&status.uid) != Some(&status) {
+            state.statuses.insert(status.uid.clone(), status.clone());
+            state.record(Fact::Status(status));
+        }
+    }
+
+    /// Forgets the agent's connections and wishes after its death.
+    pub(crate) fn forget_agent(&self) {
+        let mut state = self.lock();
+        (state.kill, state.hints) = (None, None);
+        state.connections = CancellationToken::new();
+    }
+
+    /// Sends hints about exits to a new agent.
+    pub(crate) fn send_hints(&self, hints: mpsc::UnboundedSender<ExitHint>) {
+        self.lock().hints = Some(hints);
+    }
+
+    /// Returns a token that is cancelled when the connections break, or None while the runtime is away.
+    pub(crate) fn connection(&self) -> Option<CancellationToken> {
+        let state = self.lock();
+        (seam::elapsed() >= state.away_until).then(|| state.connections.clone())
+    }
+
+    /// Returns the disturbance of a call, if any, with the rest of its time.
+    fn fault(&self, op: Op, rng: &mut Rng) -> Option<(FaultKind, Duration)> {
+        let now = seam::elapsed();
+        let mut state = self.lock();
+        state.faults.retain(|(until, _)| *until > now);
+        let mut fitting = state.faults.iter().filter(|(_, fault)| fault.op.is_none_or(|other| other == op));
+        fitting.find(|(_, fault)| rng.u64(0..100) < fault.percent).map(|(until, f)| (f.kind, *until - now))
+    }
+
+    // ---- Results ----
+
+    /// Takes the trace: the facts, the agent's calls, the violations so far and those of the end.
+    pub(crate) fn finish(&self) -> (Vec<Event>, Vec<(Duration, String)>, Vec<Violation>) {
+        let state = std::mem::replace(&mut *self.lock(), State::new());
+        (state.events, state.calls, state.judge.finish(seam::elapsed()))
+    }
+
+    /// Returns the number of violations so far.
+    pub(crate) fn violations(&self) -> usize {
+        self.lock().judge.violations().len()
+    }
+
+    /// Waits if the agent is to be killed at this call: then the call never returns.
+    async fn maybe_kill(&self, op: Op, after: bool) {
+        let dies = {
+            let mut state = self.lock();
+            match &mut state.kill {
+                Some((0, after_effect)) if *after_effect == after && is_change(op) => {
+                    state.kill = None;
+                    true
+                }
+                Some((left, after_effect)) if *after_effect == after && is_change(op) => {
+                    *left -= 1;
+                    false
+                }
+                _ => false,
+            }
+        };
+        if dies {
+            self.killed.notify_one();
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Stops a container: SIGTERM, and SIGKILL after the grace period.
+    async fn stop(&self, id: &str, grace: i64) {
+        self.record(Fact::StopAsked { container: id.to_owned(), grace });
+        let grace = u64::try_from(grace).unwrap_or(0).min(1 << 32);
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(grace);
+        if grace > 0 {
+            self.terminate(id);
+        }
+        while self.runs(id) {
+            if tokio::time::Instant::now() >= deadline {
+                self.end(id, KILLED, End::Stop);
+                return;
+            }
+            let step = tokio::time::Instant::now() + Duration::from_millis(100);
+            tokio::time::sleep_until(deadline.min(step)).await;
+        }
+    }
+
+    /// Prepares the answer of a command in a container.
+    fn answer_command(&self, world: &mut World, id: &str, command: &[String]) {
+        let [word, kind] = command else { return };
+        let sick = self.is_sick(id);
+        world.exec_codes.insert(word.clone(), i32::from(sick));
+        if sick && let Some(kind) = probe_kind(kind) {
+            self.record(Fact::Probed { container: id.to_owned(), kind, passed: false });
+        }
+    }
+}
+
+fn probe_kind(word: &str) -> Option<ProbeKind> {
+    match word {
+        "startup" => Some(ProbeKind::Startup),
+        "liveness" => Some(ProbeKind::Liveness),
+        "readiness" => Some(ProbeKind::Readiness),
+        _ => None,
+    }
+}
+
+fn is_change(op: Op) -> bool {
+    beelet_tests::cri::CHANGES.contains(&op)
+}
+
+/// Returns the subject of a call, for the trace.
+fn subject(asked: &Asked) -> &str {
+    match asked {
+        Asked::RunPodSandbox(request) => {
+            request.config.as_ref().and_then(|c| c.metadata.as_ref()).map_or("", |m| m.uid.as_str())
+        }
+        Asked::StopPodSandbox(request) => &request.pod_sandbox_id,
+        Asked::RemovePodSandbox(request) => &request.pod_sandbox_id,
+        Asked::PodSandboxStatus(request) => &request.pod_sandbox_id,
+        Asked::CreateContainer(request) => &request.pod_sandbox_id,
+        Asked::StartContainer(request) => &request.container_id,
+        Asked::StopContainer(request) => &request.container_id,
+        Asked::RemoveContainer(request) => &request.container_id,
+        Asked::ContainerStatus(request) => &request.container_id,
+        Asked::UpdateContainerResources(request) => &request.container_id,
+        Asked::ExecSync(request) => &request.container_id,
+        _ => "",
+    }
+}
+
+/// Returns the usual duration of a call, in milliseconds.
+fn duration(op: Op, rng: &mut Rng) -> u64 {
+    match op {
+        Op::RunPodSandbox => rng.u64(50..400),
+        Op::StopPodSandbox | Op::RemovePodSandbox => rng.u64(10..150),
+        Op::CreateContainer | Op::StartContainer => rng.u64(10..120),
+        Op::PullImage => rng.u64(200..4000),
+        Op::ExecSync => rng.u64(3..60),
+        Op::GetContainerEvents => 0,
+        _ => rng.u64(0..12),
+    }
+}
+
+#[tonic::async_trait]
+impl Director for Core {
+    async fn before(&self, asked: &Asked) -> Result<(), Status> {
+        let op = asked.op();
+        let key = format!("{op:?} {}", subject(asked));
+        let mut rng = self.random(&key);
+        if is_change(op) {
+            let mut state = self.lock();
+            state.calls.push((seam::elapsed(), key));
+            if let Asked::StartContainer(request) = asked {
+                state.starts.insert(request.container_id.clone(), seam::elapsed());
+            }
+        }
+        self.maybe_kill(op, false).await;
+        let fault = self.fault(op, &mut rng);
+        if let (Some(_), Asked::ExecSync(request)) = (fault, asked)
+            && let Some(kind) = request.cmd.get(1).and_then(|word| probe_kind(word))
+        {
+            // The agent may count a disturbed probe as failed.
+            self.record(Fact::Probed { container: request.container_id.clone(), kind, passed: false });
+        }
+        tokio::time::sleep(Duration::from_millis(duration(op, &mut rng))).await;
+        match fault {
+            Some((FaultKind::Slow(most), _)) => {
+                tokio::time::sleep(Duration::from_millis(rng.u64(0..=most))).await;
+            }
+            Some((FaultKind::FailBefore, _)) => return Err(Status::unknown("simulated failure")),
+            Some((FaultKind::Hang, rest)) => {
+                tokio::time::sleep(rest).await;
+                return Err(Status::unavailable("simulated hang"));
+            }
+            Some((FaultKind::FailAfter, _)) | None => {}
+        }
+        if let Asked::StopContainer(request) = asked
+            && self.runs(&request.container_id)
+        {
+            self.stop(&request.container_id, request.timeout).await;
+        }
+        Ok(())
+    }
+
+    fn prepare(&self, world: &mut World, asked: &Asked) {
+        if let Asked::ExecSync(request) = asked {
+            self.answer_command(world, &request.container_id, &request.cmd);
+        }
+    }
+
+    fn follow(&self, world: &mut World, asked: &Asked) {
+        if is_change(asked.op()) || asked.op() == Op::UpdateContainerResources {
+            self.lock().follow(world);
+            self.changed.notify_one();
+        }
+    }
+
+    async fn after(&self, asked: &Asked) -> Result<(), Status> {
+        let op = asked.op();
+        self.maybe_kill(op, true).await;
+        let mut rng = self.random(&format!("answer {op:?} {}", subject(asked)));
+        let fault = self.fault(op, &mut rng);
+        if fault.is_none() && let Asked::ExecSync(request) = asked {
+            let kind = request.cmd.get(1).and_then(|word| probe_kind(word));
+            let sick = kind.is_some() && self.is_sick(&request.container_id);
+            if let Some(kind) = kind.filter(|_| !sick) {
+                self.record(Fact::Probed { container: request.container_id.clone(), kind, passed: true });
+            }
+        }
+        match fault {
+            Some((FaultKind::FailAfter, _)) => Err(Status::unavailable("simulated loss of the answer")),
+            Some((FaultKind::Slow(most), _)) => {
+                tokio::time::sleep(Duration::from_millis(rng.u64(0..=most))).await;
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Core {
+    /// Returns true if the container's probes fail now.
+    fn is_sick(&self, id: &str) -> bool {
+        let state = self.lock();
+        let until = state.names.get(id).and_then(|name| state.sick.get(name));
+        until.is_some_and(|until| seam::elapsed() < *until)
+    }
+}

@@ -1,0 +1,545 @@
+//! The node: the agent on a simulated machine, its users and its API server, from the first boot to the end
+//! of a plan. The agent's async runtime is dropped at each kill: all its tasks end where they wait.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet::node::{Builder, Doors, Handles, Machine as Hardware};
+use beelet_base::filesystem::{Space, Statvfs};
+use beelet_base::simulation;
+use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet_config::{Config, TcpProbes};
+use beelet_cri::{Connect, Connection, Runtime};
+use beelet_eviction::gauges::Gauge;
+use beelet_judge::trace::{ContainerStatus, End, Fact, State, Status};
+use beelet_model::desired::Desired;
+use beelet_model::objects::{Objects, Services};
+use beelet_model::pod::HostIps;
+use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable};
+use beelet_policy::eviction::{Observation, Signal};
+use beelet_units::{bpf_settings::BpfMode, fs_usage::FsUsage, quantity::Quantity};
+use k8s_openapi::api::core::v1 as core;
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::cable::Cable;
+use crate::machine::{CPU, Machine};
+use crate::plan::{Action, Plan};
+use crate::seam;
+use crate::shapes::Pod;
+
+/// Bytes of memory and of disk of the machine.
+const MEMORY: u64 = 8 << 30;
+const STORAGE: u64 = 10 << 30;
+/// Time after which systemd starts an agent that ended by itself.
+const RESTART: Duration = Duration::from_secs(2);
+/// Time from the last release of a deleted pod to the removal of its object.
+const FINALIZED: Duration = Duration::from_millis(20);
+
+/// The reason for which a life of the agent ends.
+enum Turn {
+    /// The agent died; it starts again after this time.
+    Died(Duration),
+    /// The plan is over.
+    Over,
+}
+
+/// A node.
+pub(crate) struct Node<'a> {
+    plan: &'a Plan,
+    pub(crate) machine: Machine,
+    dir: PathBuf,
+    /// Index of the next action.
+    next: usize,
+    faults_ended: bool,
+    /// Existing pods by name.
+    pods: BTreeMap<String, Pod>,
+    /// Objects of the API server by name.
+    objects: BTreeMap<String, core::Pod>,
+    source: watch::Sender<Arc<Desired>>,
+    booted: Duration,
+}
+
+impl<'a> Node<'a> {
+    /// Creates the node of a plan, with its files in `dir`.
+    pub(crate) fn new(plan: &'a Plan, dir: &Path) -> std::io::Result<Self> {
+        for folder in ["manifests", "logs", "pods"] {
+            std::fs::create_dir_all(dir.join(folder))?;
+        }
+        let cpu = [("cpu.shares", "1024"), ("cpu.cfs_quota_us", "-1"), ("cpu.cfs_period_us", "100000")];
+        let memory = [("memory.limit_in_bytes", "9223372036854771712")];
+        for (hierarchy, files) in [("cpu", &cpu[..]), ("memory", &memory[..])] {
+            let mount = dir.join("cgroup").join(hierarchy);
+            std::fs::create_dir_all(&mount)?;
+            for (file, content) in files {
+                std::fs::write(mount.join(file), content)?;
+            }
+        }
+        Ok(Self {
+            plan,
+            machine: Machine::new(plan),
+            dir: dir.to_owned(),
+            next: 0,
+            faults_ended: false,
+            pods: BTreeMap::new(),
+            objects: BTreeMap::new(),
+            source: watch::Sender::new(Arc::new(Desired::default())),
+            booted: Duration::ZERO,
+        })
+    }
+
+    /// Runs the plan to its end.
+    pub(crate) fn run(&mut self) -> std::io::Result<()> {
+        let mut down = Duration::ZERO;
+        loop {
+            let _simulated = simulation::begin(Duration::from_secs(30) + (seam::elapsed() - self.booted));
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .start_paused(true)
+                .event_interval(self.plan.event_interval)
+                .build()?;
+            let turn = runtime.block_on(async {
+                seam::follow_runtime();
+                let turn = self.live(down).await;
+                seam::leave_runtime();
+                turn
+            });
+            drop(runtime);
+            self.machine.core.forget_agent();
+            match turn {
+                Turn::Died(away) => down = away,
+                Turn::Over => break,
+            }
+        }
+        self.inspect();
+        Ok(())
+    }
+
+    /// Runs the world without an agent for a while, then with one until its end.
+    async fn live(&mut self, down: Duration) -> Turn {
+        let start = seam::elapsed() + down;
+        if !down.is_zero()
+            && let Some(turn) = self.drive(Some(start), None).await
+        {
+            return turn;
+        }
+        self.machine.core.record(Fact::AgentStarted);
+        self.source.send_replace(Arc::new(Desired { api_unread: true, ..Desired::default() }));
+        let (handles_out, mut handles_in) = mpsc::unbounded_channel();
+        let (hints_out, hints) = mpsc::unbounded_channel();
+        self.machine.core.send_hints(hints_out);
+        let core = Arc::clone(&self.machine.core);
+        let builder = Builder::default()
+            .doors(self.doors())
+            .source(self.source.subscribe())
+            .attach("simulation", move |handles: Handles, working| follow(core, handles, handles_out, hints, working));
+        let config = match self.config() {
+            Ok(config) => config,
+            Err(error) => {
+                self.machine.core.record(Fact::AgentFailed { why: format!("{error:?}") });
+                return Turn::Over;
+            }
+        };
+        let mut agent = tokio::spawn(builder.run(config, CancellationToken::new()));
+        let listed = seam::elapsed() + Duration::from_millis(300);
+        let killed = Arc::clone(&self.machine.core.killed);
+        let turn = tokio::select! {
+            biased;
+            () = killed.notified() => None,
+            ended = &mut agent => {
+                let why = match ended {
+                    Ok(Ok(())) => "ended".to_owned(),
+                    Ok(Err(error)) => format!("{error:#}"),
+                    Err(panic) => format!("{panic}"),
+                };
+                self.machine.core.record(Fact::AgentFailed { why });
+                return Turn::Died(RESTART);
+            }
+            turn = self.drive(None, Some((listed, &mut handles_in))) => turn,
+        };
+        turn.unwrap_or_else(|| {
+            self.machine.core.record(Fact::AgentKilled);
+            Turn::Died(self.machine.core.away())
+        })
+    }
+
+    /// Drives the world: processes that end, actions that are due, and with an agent the API server. Returns
+    /// None at `until`.
+    async fn drive(
+        &mut self,
+        until: Option<Duration>,
+        mut agent: Option<(Duration, &mut mpsc::UnboundedReceiver<Arc<PodTable>>)>,
+    ) -> Option<Turn> {
+        let mut listed = false;
+        let mut removals: BTreeMap<String, Duration> = BTreeMap::new();
+        loop {
+            let now = seam::elapsed();
+            self.machine.core.end_due();
+            if let Some((at, _)) = &agent
+                && !listed
+                && now >= *at
+            {
+                listed = true;
+                self.publish();
+            }
+            while let Some((at, action)) = self.plan.actions.get(self.next).filter(|(at, _)| *at <= now) {
+                self.next += 1;
+                let _ = at;
+                if let Some(turn) = self.act(&action.clone(), listed) {
+                    return Some(turn);
+                }
+            }
+            if !self.faults_ended && now >= self.plan.faults_end() {
+                self.faults_ended = true;
+                self.machine.core.record(Fact::FaultsEnded);
+            }
+            if now >= self.plan.end {
+                return Some(Turn::Over);
+            }
+            if until.is_some_and(|until| now >= until) {
+                return None;
+            }
+            let due: Vec<String> =
+                removals.iter().filter(|(_, at)| **at <= now).map(|(name, _)| name.clone()).collect();
+            for name in due {
+                removals.remove(&name);
+                self.remove_object(&name);
+            }
+            let times = [
+                self.machine.core.next_end(),
+                self.plan.actions.get(self.next).map(|(at, _)| *at),
+                (!self.faults_ended).then(|| self.plan.faults_end()),
+                Some(self.plan.end),
+                until,
+                removals.values().min().copied(),
+                agent.as_ref().filter(|_| !listed).map(|(at, _)| *at),
+            ];
+            let next = times.into_iter().flatten().min().unwrap_or(self.plan.end);
+            let sleep = tokio::time::sleep(next.saturating_sub(now).max(Duration::from_millis(1)));
+            let table = async {
+                match &mut agent {
+                    Some((_, tables)) => tables.recv().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = self.machine.core.changed.notified() => {}
+                Some(table) = table => removals.extend(self.read_statuses(&table)),
+                () = sleep => {}
+            }
+        }
+    }
+
+    // ---- Users ----
+
+    fn act(&mut self, action: &Action, listed: bool) -> Option<Turn> {
+        let core = Arc::clone(&self.machine.core);
+        match action {
+            Action::Create(pod) => self.create(pod, listed),
+            Action::Delete { pod, grace } => self.delete(pod, *grace, listed),
+            Action::Resize { pod, cpu } => self.resize(pod, *cpu, listed),
+            Action::Exit { pod, container, code, oom } => {
+                if let Some(id) = self.running(pod, *container) {
+                    core.end(&id, *code, if *oom { End::Oom } else { End::Itself });
+                }
+            }
+            Action::Sick { pod, container, seconds } => {
+                if let Some((uid, name)) = self.named(pod, *container) {
+                    core.sicken(&uid, &name, *seconds);
+                }
+            }
+            Action::SandboxDies { pod } => {
+                if let Some(pod) = self.pods.get(pod) {
+                    core.crash(Some(&pod.uid));
+                }
+            }
+            Action::Fault(fault) => core.disturb(fault.clone()),
+            Action::RuntimeRestarts { seconds } => core.restart_runtime(*seconds),
+            Action::Kill { calls, after_effect, seconds } => {
+                core.kill_at(*calls, *after_effect, Duration::from_secs(*seconds));
+            }
+            Action::Reboot { seconds } => {
+                core.record(Fact::Rebooted);
+                core.crash(None);
+                let away = Duration::from_secs(*seconds);
+                self.booted = seam::elapsed() + away;
+                return Some(Turn::Died(away));
+            }
+        }
+        None
+    }
+
+    fn named(&self, pod: &str, container: usize) -> Option<(String, String)> {
+        let pod = self.pods.get(pod)?;
+        Some((pod.uid.clone(), pod.containers.get(container)?.name.clone()))
+    }
+
+    fn running(&self, pod: &str, container: usize) -> Option<String> {
+        let (uid, name) = self.named(pod, container)?;
+        self.machine.core.running(&uid, &name)
+    }
+
+    fn create(&mut self, pod: &Pod, listed: bool) {
+        self.pods.insert(pod.name.clone(), pod.clone());
+        self.machine.core.record(Fact::Wanted(pod.judged()));
+        if pod.is_static {
+            let file = self.manifest(&pod.name);
+            let temporary = file.with_extension("part");
+            // The disk of the simulation's own machine is not simulated.
+            let _ = std::fs::write(&temporary, pod.object().to_string());
+            let _ = std::fs::rename(temporary, file);
+            return;
+        }
+        if let Ok(object) = serde_json::from_value(pod.object()) {
+            self.objects.insert(pod.name.clone(), object);
+        }
+        self.publish_if(listed);
+    }
+
+    fn delete(&mut self, name: &str, grace: Option<u64>, listed: bool) {
+        let Some(pod) = self.pods.remove(name) else { return };
+        if pod.is_static {
+            self.machine.core.record(Fact::Unwanted { uid: pod.uid });
+            let _ = std::fs::remove_file(self.manifest(name));
+            return;
+        }
+        let grace = grace.unwrap_or(pod.grace);
+        self.machine.core.record(Fact::Deleting { uid: pod.uid, grace });
+        if grace == 0 {
+            self.remove_object(name);
+            return;
+        }
+        if let Some(object) = self.objects.get_mut(name) {
+            let seconds = i64::try_from(seam::elapsed().as_secs()).unwrap_or(0);
+            let value = json!(seconds_as_time(seconds));
+            object.metadata.deletion_timestamp = serde_json::from_value(value).ok();
+            object.metadata.deletion_grace_period_seconds = Some(i64::try_from(grace).unwrap_or(i64::MAX));
+        }
+        self.publish_if(listed);
+    }
+
+    fn resize(&mut self, name: &str, cpu: u64, listed: bool) {
+        let Some(pod) = self.pods.get_mut(name).filter(|pod| !pod.is_static) else { return };
+        let Some(first) = pod.containers.iter_mut().find(|c| c.role == beelet_judge::trace::Role::Main) else {
+            return;
+        };
+        first.cpu = cpu;
+        let object = pod.object();
+        self.machine.core.record(Fact::Wanted(pod.judged()));
+        if let (Some(known), Ok(new)) =
+            (self.objects.get_mut(name), serde_json::from_value::<core::Pod>(object))
+        {
+            known.spec = new.spec;
+            known.metadata.generation = known.metadata.generation.map(|generation| generation + 1);
+        }
+        self.publish_if(listed);
+    }
+
+    fn manifest(&self, name: &str) -> PathBuf {
+        self.dir.join("manifests").join(format!("{name}.yaml"))
+    }
+
+    // ---- The API server ----
+
+    fn remove_object(&mut self, name: &str) {
+        let Some(object) = self.objects.remove(name) else { return };
+        self.machine.core.record(Fact::Unwanted { uid: object.metadata.uid.unwrap_or_default() });
+        self.publish();
+    }
+
+    fn publish_if(&self, listed: bool) {
+        if listed {
+            self.publish();
+        }
+    }
+
+    fn publish(&self) {
+        let mut objects = Objects::default();
+        objects.set_services(Services::new(Vec::new()));
+        let pods = self.objects.values().map(|pod| (PodName::of(pod), Arc::new(pod.clone()))).collect();
+        self.source.send_replace(Arc::new(Desired { pods, objects: Arc::new(objects), ..Desired::default() }));
+    }
+
+    /// Writes the statuses of the agent's pods to their objects. Returns the names of deleted pods that have
+    /// released everything, with the times of their removal.
+    fn read_statuses(&mut self, table: &PodTable) -> Vec<(String, Duration)> {
+        let mut released = Vec::new();
+        let mut changed = false;
+        for (name, entry) in &table.pods {
+            let Some(object) = self.objects.get_mut(&name.name) else { continue };
+            if object.metadata.uid != entry.pod.metadata.uid {
+                continue;
+            }
+            changed |= object.status != entry.pod.status;
+            object.status.clone_from(&entry.pod.status);
+            if object.metadata.deletion_timestamp.is_some() && entry.cleared {
+                released.push((name.name.clone(), seam::elapsed() + FINALIZED));
+            }
+        }
+        if changed && self.plan.echoes {
+            self.publish();
+        }
+        released
+    }
+
+    // ---- The agent ----
+
+    fn doors(&self) -> Doors {
+        let memory = || {
+            let of = |bytes: u64| Quantity::from_units(i64::try_from(bytes).unwrap_or(i64::MAX));
+            let observation = Observation { available: of(MEMORY / 2), capacity: of(MEMORY) };
+            Ok([(Signal::MemoryAvailable, observation)].into())
+        };
+        let half_full = Statvfs {
+            bytes: FsUsage { capacity_bytes: STORAGE, available_bytes: STORAGE / 2 },
+            inodes: 1 << 20,
+            inodes_free: 1 << 19,
+        };
+        let (cri, core) = (Arc::clone(&self.machine.cri), Arc::clone(&self.machine.core));
+        let connect = Connect(Arc::new(move || {
+            let (cri, core) = (Arc::clone(&cri), Arc::clone(&core));
+            Box::pin(async move {
+                let token = core.connection().ok_or(std::io::ErrorKind::ConnectionRefused)?;
+                Ok(Box::new(Cable::new(cri.connect(), token)) as Box<dyn Connection>)
+            })
+        }));
+        Doors {
+            runtime: Some(Runtime::over(Path::new("/run/simulated.sock"), connect, Duration::from_secs(120))),
+            cgroups: self.cgroups(),
+            machine: Some(Hardware {
+                cpus: usize::try_from(CPU / 1000).unwrap_or(1),
+                memory_bytes: MEMORY,
+                storage_bytes: Some(STORAGE),
+                swap_bytes: 0,
+                hugepages: BTreeMap::new(),
+                topology: None,
+                host: HostIps::fixed(vec![Ipv4Addr::LOCALHOST.into()]),
+            }),
+            space: Space::by(move |_| Ok(half_full)),
+            gauges: Some(vec![Gauge::new("memory", Duration::from_secs(3600), memory).of_memory()]),
+            own_process: false,
+            ..Doors::default()
+        }
+    }
+
+    fn cgroups(&self) -> Option<Arc<Cgroups>> {
+        let hierarchy = |name: &str| Hierarchy {
+            mount: self.dir.join("cgroup").join(name),
+            is_v2: false,
+            controllers: [name.to_owned()].into(),
+        };
+        let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+        Cgroups::over_folders(layout, "/").ok().map(Arc::new)
+    }
+
+    fn config(&self) -> Result<Config, impl std::fmt::Debug + use<>> {
+        let (mut config, _) = match Config::with_defaults() {
+            Ok(loaded) => loaded,
+            Err(faults) => return Err(faults),
+        };
+        let path = |name: &str| self.dir.join(name);
+        config.node_name = "n1".to_owned();
+        config.static_pod_path = Some(path("manifests"));
+        config.pod_logs_dir = path("logs");
+        config.healthz_port = 0;
+        config.resolv_conf = None;
+        let beelet = &mut config.beelet;
+        beelet.state_dir = path("state");
+        beelet.run_dir = path("run");
+        beelet.pods_dir = path("pods");
+        beelet.kubelet_dir = path("kubelet");
+        beelet.seccomp_profile_root = path("seccomp");
+        beelet.bpf = BpfMode::Off;
+        beelet.tcp_probes = TcpProbes::Connect;
+        beelet.liveness_canary = Duration::ZERO;
+        Ok(config)
+    }
+
+    /// Records the folders and files of ended pods.
+    fn inspect(&self) {
+        let mut found = Vec::new();
+        let mut todo: Vec<PathBuf> = ["cgroup", "pods", "logs"].iter().map(|name| self.dir.join(name)).collect();
+        while let Some(folder) = todo.pop() {
+            let Ok(entries) = std::fs::read_dir(&folder) else { continue };
+            for entry in entries.flatten() {
+                if entry.path().is_dir() {
+                    todo.push(entry.path());
+                }
+                found.push(entry.path());
+            }
+        }
+        found.sort();
+        for place in found {
+            let Ok(place) = place.strip_prefix(&self.dir) else { continue };
+            let text = place.to_string_lossy().replace('_', "-");
+            if let Some(at) = text.find("00000000-0000-4000-8000-") {
+                let uid: String = text.chars().skip(at).take(36).collect();
+                self.machine.core.record(Fact::Left { uid, place: place.display().to_string() });
+            }
+        }
+    }
+}
+
+/// Follows the agent's pod table and passes on the kernel's hints, until the agent ends.
+async fn follow(
+    core: Arc<crate::machine::Core>,
+    handles: Handles,
+    tables: mpsc::UnboundedSender<Arc<PodTable>>,
+    mut hints: mpsc::UnboundedReceiver<beelet_pleg::ExitHint>,
+    working: CancellationToken,
+) {
+    let mut table = handles.services.table.clone();
+    let mut before = beelet_model::table::Pods::new();
+    loop {
+        let now = Arc::clone(&table.borrow_and_update());
+        for (_, entry) in PodChanges::between(&before, &now.pods).changed {
+            core.record_status(status_of(entry));
+        }
+        before = now.pods.clone();
+        // The simulation may be over.
+        let _ = tables.send(now);
+        tokio::select! {
+            () = working.cancelled() => return,
+            changed = table.changed() => if changed.is_err() { return working.cancelled().await },
+            Some(hint) = hints.recv() => { let _ = handles.exits.send(hint).await; }
+        }
+    }
+}
+
+fn status_of(entry: &PodEntry) -> Status {
+    let status = entry.pod.status.clone().unwrap_or_default();
+    let all = status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten());
+    let containers = all.map(|one| {
+        let state = one.state.as_ref();
+        let waiting = || state.and_then(|state| state.waiting.as_ref()?.reason.clone()).unwrap_or_default();
+        ContainerStatus {
+            name: one.name.clone(),
+            id: one.container_id.as_deref().map(|id| id.rsplit('/').next().unwrap_or(id).to_owned()),
+            state: match state {
+                Some(state) if state.running.is_some() => State::Running,
+                Some(core::ContainerState { terminated: Some(end), .. }) => State::Terminated(end.exit_code),
+                _ => State::Waiting(waiting()),
+            },
+            restarts: u32::try_from(one.restart_count).unwrap_or(0),
+            ready: one.ready,
+        }
+    });
+    Status {
+        uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
+        containers: containers.collect(),
+        phase: status.phase.unwrap_or_default(),
+        reason: status.reason,
+    }
+}
+
+/// Returns the simulated wall-clock time as RFC 3339, within the first day's month.
+fn seconds_as_time(seconds: i64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let (day, hour, minute, second) = (1 + days % 28, rest / 3600, rest / 60 % 60, rest % 60);
+    format!("2027-01-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
