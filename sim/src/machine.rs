@@ -2,6 +2,7 @@
 //! outlives the agent. Records the facts for the judge where they happen.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -34,10 +35,11 @@ pub(crate) struct Machine {
 
 impl Machine {
     /// Creates a machine without pods.
-    pub(crate) fn new(plan: &Plan) -> Self {
+    pub(crate) fn new(plan: &Plan, cgroups: PathBuf) -> Self {
         let core = Arc::new(Core {
             seed: plan.seed,
             kernel: plan.kernel,
+            cgroups,
             state: Mutex::new(State::new()),
             changed: Notify::new(),
             killed: Arc::new(Notify::new()),
@@ -58,6 +60,8 @@ pub(crate) struct Core {
     seed: u64,
     /// True if the kernel reports exits.
     kernel: bool,
+    /// Folder of the cgroups' controllers.
+    cgroups: PathBuf,
     state: Mutex<State>,
     /// A process or a due time has changed.
     pub(crate) changed: Notify,
@@ -71,6 +75,8 @@ struct State {
     processes: BTreeMap<String, Process>,
     /// UIDs of the pods and names of all containers, by id.
     names: BTreeMap<String, (String, String)>,
+    /// Folders of the running containers' cgroups below a controller, by id.
+    folders: BTreeMap<String, PathBuf>,
     seen: Seen,
     /// Causes of ends that the world does not know.
     causes: BTreeMap<String, End>,
@@ -115,6 +121,7 @@ impl State {
         Self {
             processes: BTreeMap::new(),
             names: BTreeMap::new(),
+            folders: BTreeMap::new(),
             seen: Seen::default(),
             causes: BTreeMap::new(),
             starts: BTreeMap::new(),
@@ -140,14 +147,15 @@ impl State {
     }
 
     /// Records the differences between the world and the trace.
-    fn follow(&mut self, world: &World) {
-        self.follow_ends(world);
+    fn follow(&mut self, world: &World, cgroups: &Path) {
+        self.follow_ends(world, cgroups);
         self.follow_sandboxes(world);
         for (id, container) in &world.containers {
             let cpu = cpu_of(container);
             let known = self.seen.containers.get(id).map(|(state, cpu, _)| (*state, *cpu));
             if known.is_none() {
-                let metadata = world.sandboxes.get(&container.sandbox_id).and_then(|s| s.config.metadata.as_ref());
+                let metadata =
+                    world.sandboxes.get(&container.sandbox_id).and_then(|s| s.config.metadata.as_ref());
                 let uid = metadata.map(|metadata| metadata.uid.clone()).unwrap_or_default();
                 self.names.insert(id.clone(), (uid, container.name().to_owned()));
                 self.record(Fact::Created {
@@ -157,7 +165,7 @@ impl State {
                     devices: BTreeSet::new(),
                 });
             }
-            if known.is_none_or(|(_, before)| before != cpu) {
+            if known.is_none() {
                 self.record(Fact::Cpu { container: id.clone(), milli: cpu });
             }
             let runs = container.state == ContainerState::ContainerRunning;
@@ -165,22 +173,70 @@ impl State {
                 let asked = self.starts.remove(id).unwrap_or_default();
                 self.record(Fact::Started { container: id.clone(), asked });
                 self.start(container);
+                let parent = world.sandboxes.get(&container.sandbox_id).and_then(|s| s.config.linux.as_ref());
+                let parent = parent.map_or("", |linux| linux.cgroup_parent.trim_start_matches('/'));
+                let folder = PathBuf::from(parent).join(id);
+                for (controller, file, value) in [
+                    ("cpu", "cpu.shares", container.resources.as_ref().map_or(2, |r| r.cpu_shares.max(2))),
+                    ("cpu", "cpu.cfs_quota_us", -1),
+                    ("cpu", "cpu.cfs_period_us", 100_000),
+                    ("memory", "memory.limit_in_bytes", 9_223_372_036_854_771_712),
+                ] {
+                    let folder = cgroups.join(controller).join(&folder);
+                    // A pod's cgroup may be gone, as on a real machine; then the container has none.
+                    let _ = std::fs::create_dir(&folder);
+                    let _ = std::fs::write(folder.join(file), format!("{value}\n"));
+                }
+                self.folders.insert(id.clone(), folder);
             }
+            let cpu = known.map_or(cpu, |(_, cpu)| cpu);
             let seen = (container.state, cpu, container.sandbox_id.clone());
             self.seen.containers.insert(id.clone(), seen);
         }
     }
 
-    fn follow_ends(&mut self, world: &World) {
+    /// Records the amounts in force of the running containers of one pod, or of all.
+    fn read_cgroups(&mut self, cgroups: &Path, uid: Option<&str>) {
+        let mut changed = Vec::new();
+        for (id, folder) in &self.folders {
+            let is_meant = |uid: &str| self.names.get(id).is_some_and(|(of, _)| of == uid);
+            let Some((_, before, _)) = self.seen.containers.get(id).filter(|_| uid.is_none_or(is_meant))
+            else {
+                continue;
+            };
+            let shares = std::fs::read_to_string(cgroups.join("cpu").join(folder).join("cpu.shares"));
+            let milli = shares.ok().and_then(|text| text.trim().parse().ok()).map(milli_of);
+            if let Some(milli) = milli.filter(|milli| milli != before) {
+                changed.push((id.clone(), milli));
+            }
+        }
+        for (id, milli) in changed {
+            if let Some((_, cpu, _)) = self.seen.containers.get_mut(&id) {
+                *cpu = milli;
+            }
+            self.record(Fact::Cpu { container: id, milli });
+        }
+    }
+
+    fn follow_ends(&mut self, world: &World, cgroups: &Path) {
         let running = |state: ContainerState| state == ContainerState::ContainerRunning;
-        let before: Vec<(String, ContainerState, String)> =
-            self.seen.containers.iter().map(|(id, (state, _, pod))| (id.clone(), *state, pod.clone())).collect();
+        let before: Vec<(String, ContainerState, String)> = self
+            .seen
+            .containers
+            .iter()
+            .map(|(id, (state, _, pod))| (id.clone(), *state, pod.clone()))
+            .collect();
         for (id, state, sandbox) in before {
             let now = world.containers.get(&id);
             if running(state) && now.is_none_or(|container| !running(container.state)) {
                 let code = now.map_or(KILLED, |container| container.exit_code);
                 let by = self.causes.remove(&id).unwrap_or(End::Force);
                 self.processes.remove(&id);
+                if let Some(folder) = self.folders.remove(&id) {
+                    for controller in ["cpu", "memory"] {
+                        let _ = std::fs::remove_dir_all(cgroups.join(controller).join(&folder));
+                    }
+                }
                 self.record(Fact::Exited { container: id.clone(), code, by });
                 if let Some((seen, _, _)) = self.seen.containers.get_mut(&id) {
                     *seen = ContainerState::ContainerExited;
@@ -229,8 +285,12 @@ impl State {
 /// Returns a container's CPU in thousandths, from its shares (kubelet: `MilliCPUToShares`).
 fn cpu_of(container: &Container) -> u64 {
     let shares = container.resources.as_ref().map_or(0, |resources| resources.cpu_shares);
-    let milli = (u64::try_from(shares).unwrap_or(0) * 1000 + 512) / 1024;
-    // The shapes' amounts are multiples of 50.
+    milli_of(u64::try_from(shares).unwrap_or(0))
+}
+
+/// Returns the CPU of shares, rounded to the shapes' multiples of 50.
+fn milli_of(shares: u64) -> u64 {
+    let milli = (shares * 1000 + 512) / 1024;
     (milli + 25) / 50 * 50
 }
 
@@ -243,7 +303,7 @@ impl Core {
         if let Some(cri) = self.cri.get().and_then(Weak::upgrade) {
             cri.change(|world| {
                 change(world);
-                self.lock().follow(world);
+                self.lock().follow(world, &self.cgroups);
             });
         }
         self.changed.notify_one();
@@ -394,8 +454,14 @@ impl Core {
         let mut state = self.lock();
         if state.statuses.get(&status.uid) != Some(&status) {
             state.statuses.insert(status.uid.clone(), status.clone());
+            state.read_cgroups(&self.cgroups, Some(&status.uid));
             state.record(Fact::Status(status));
         }
+    }
+
+    /// Records the amounts in force of all running containers.
+    pub(crate) fn read_cgroups(&self) {
+        self.lock().read_cgroups(&self.cgroups, None);
     }
 
     /// Forgets the agent's connections and wishes after its death.
@@ -431,11 +497,6 @@ impl Core {
     pub(crate) fn finish(&self) -> (Vec<Event>, Vec<(Duration, String)>, Vec<Violation>) {
         let state = std::mem::replace(&mut *self.lock(), State::new());
         (state.events, state.calls, state.judge.finish(seam::elapsed()))
-    }
-
-    /// Returns the number of violations so far.
-    pub(crate) fn violations(&self) -> usize {
-        self.lock().judge.violations().len()
     }
 
     /// Waits if the agent is to be killed at this call: then the call never returns.
@@ -584,7 +645,7 @@ impl Director for Core {
 
     fn follow(&self, world: &mut World, asked: &Asked) {
         if is_change(asked.op()) || asked.op() == Op::UpdateContainerResources {
-            self.lock().follow(world);
+            self.lock().follow(world, &self.cgroups);
             self.changed.notify_one();
         }
     }
@@ -594,7 +655,9 @@ impl Director for Core {
         self.maybe_kill(op, true).await;
         let mut rng = self.random(&format!("answer {op:?} {}", subject(asked)));
         let fault = self.fault(op, &mut rng);
-        if fault.is_none() && let Asked::ExecSync(request) = asked {
+        if fault.is_none()
+            && let Asked::ExecSync(request) = asked
+        {
             let kind = request.cmd.get(1).and_then(|word| probe_kind(word));
             let sick = kind.is_some() && self.is_sick(&request.container_id);
             if let Some(kind) = kind.filter(|_| !sick) {

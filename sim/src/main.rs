@@ -66,7 +66,7 @@ fn main() -> ExitCode {
         let filter = tracing_subscriber::EnvFilter::from_default_env();
         tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     } else {
-        std::panic::set_hook(Box::new(|_| {}));
+        std::panic::set_hook(Box::new(|panic| eprintln!("{panic}")));
     }
     let started = Instant::now();
     let seeds = match (args.seed, &args.seeds, args.real_hours) {

@@ -81,7 +81,7 @@ impl<'a> Node<'a> {
         }
         Ok(Self {
             plan,
-            machine: Machine::new(plan),
+            machine: Machine::new(plan, dir.join("cgroup")),
             dir: dir.to_owned(),
             next: 0,
             faults_ended: false,
@@ -96,7 +96,8 @@ impl<'a> Node<'a> {
     pub(crate) fn run(&mut self) -> std::io::Result<()> {
         let mut down = Duration::ZERO;
         loop {
-            let _simulated = simulation::begin(Duration::from_secs(30) + (seam::elapsed() - self.booted));
+            let _simulated =
+                simulation::begin(Duration::from_secs(30) + seam::elapsed().saturating_sub(self.booted));
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .start_paused(true)
@@ -136,7 +137,9 @@ impl<'a> Node<'a> {
         let builder = Builder::default()
             .doors(self.doors())
             .source(self.source.subscribe())
-            .attach("simulation", move |handles: Handles, working| follow(core, handles, handles_out, hints, working));
+            .attach("simulation", move |handles: Handles, working| {
+                follow(core, handles, handles_out, hints, working)
+            });
         let config = match self.config() {
             Ok(config) => config,
             Err(error) => {
@@ -325,7 +328,8 @@ impl<'a> Node<'a> {
 
     fn resize(&mut self, name: &str, cpu: u64, listed: bool) {
         let Some(pod) = self.pods.get_mut(name).filter(|pod| !pod.is_static) else { return };
-        let Some(first) = pod.containers.iter_mut().find(|c| c.role == beelet_judge::trace::Role::Main) else {
+        let Some(first) = pod.containers.iter_mut().find(|c| c.role == beelet_judge::trace::Role::Main)
+        else {
             return;
         };
         first.cpu = cpu;
@@ -362,7 +366,11 @@ impl<'a> Node<'a> {
         let mut objects = Objects::default();
         objects.set_services(Services::new(Vec::new()));
         let pods = self.objects.values().map(|pod| (PodName::of(pod), Arc::new(pod.clone()))).collect();
-        self.source.send_replace(Arc::new(Desired { pods, objects: Arc::new(objects), ..Desired::default() }));
+        self.source.send_replace(Arc::new(Desired {
+            pods,
+            objects: Arc::new(objects),
+            ..Desired::default()
+        }));
     }
 
     /// Writes the statuses of the agent's pods to their objects. Returns the names of deleted pods that have
@@ -433,7 +441,8 @@ impl<'a> Node<'a> {
             is_v2: false,
             controllers: [name.to_owned()].into(),
         };
-        let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+        let layout =
+            Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
         Cgroups::over_folders(layout, "/").ok().map(Arc::new)
     }
 
@@ -462,8 +471,10 @@ impl<'a> Node<'a> {
 
     /// Records the folders and files of ended pods.
     fn inspect(&self) {
+        self.machine.core.read_cgroups();
         let mut found = Vec::new();
-        let mut todo: Vec<PathBuf> = ["cgroup", "pods", "logs"].iter().map(|name| self.dir.join(name)).collect();
+        let mut todo: Vec<PathBuf> =
+            ["cgroup", "pods", "logs"].iter().map(|name| self.dir.join(name)).collect();
         while let Some(folder) = todo.pop() {
             let Ok(entries) = std::fs::read_dir(&folder) else { continue };
             for entry in entries.flatten() {
@@ -513,7 +524,8 @@ async fn follow(
 
 fn status_of(entry: &PodEntry) -> Status {
     let status = entry.pod.status.clone().unwrap_or_default();
-    let all = status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten());
+    let all =
+        status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten());
     let containers = all.map(|one| {
         let state = one.state.as_ref();
         let waiting = || state.and_then(|state| state.waiting.as_ref()?.reason.clone()).unwrap_or_default();

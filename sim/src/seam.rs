@@ -72,7 +72,8 @@ pub(crate) fn now() -> u64 {
 
 /// Returns the next random number (SplitMix64, Steele et al. 2014).
 fn word() -> u64 {
-    let mut word = WORD.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut word =
+        WORD.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst).wrapping_add(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     word ^ (word >> 31)

@@ -11,7 +11,11 @@ pub(crate) fn shrink(plan: &Plan, trial: &Trial) {
     let Some(rule) = trial.violations.first().map(|violation| violation.rule) else { return };
     let (short, result, trials) = minimize(plan, rule);
     let result = result.as_ref().unwrap_or(trial);
-    println!("{} of {} actions are left after {trials} simulations:", short.actions.len(), plan.actions.len());
+    println!(
+        "{} of {} actions are left after {trials} simulations:",
+        short.actions.len(),
+        plan.actions.len()
+    );
     let mut lines: Vec<_> = short.actions.iter().map(|(at, action)| (*at, format!("> {action}"))).collect();
     lines.extend(result.events.iter().map(|event| (event.at, line(&event.fact))));
     lines.extend(result.calls.iter().map(|(at, call)| (*at, format!("      {call}"))));

@@ -79,7 +79,9 @@ pub(crate) fn line(fact: &Fact) -> String {
             let containers: Vec<String> = status
                 .containers
                 .iter()
-                .map(|c| format!("{} {:?} x{}{}", c.name, c.state, c.restarts, if c.ready { " ready" } else { "" }))
+                .map(|c| {
+                    format!("{} {:?} x{}{}", c.name, c.state, c.restarts, if c.ready { " ready" } else { "" })
+                })
                 .collect();
             let uid = status.uid.rsplit('-').next().unwrap_or_default().trim_start_matches('0').to_owned();
             format!("    status of {uid}: {} {:?} [{}]", status.phase, status.reason, containers.join(", "))

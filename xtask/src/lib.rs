@@ -17,6 +17,7 @@ pub mod rootfs;
 pub mod setup;
 pub mod setup_ebpf;
 pub mod shell;
+mod simulate;
 mod skips;
 pub mod test;
 mod tidy;
@@ -38,6 +39,7 @@ enum Command {
     Fuzz(fuzz::Args),
     Package(package::Args),
     Setup(setup::Args),
+    Simulate(simulate::Args),
     Test(test::Args),
     Tidy(tidy::Args),
     #[command(flatten)]
@@ -51,6 +53,7 @@ pub fn main() -> ExitCode {
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Package(args) => package::run(&args),
         Command::Setup(args) => setup::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Lab(command) => lab::run(&command),

@@ -9,6 +9,8 @@ use crate::trace::{Container, End, Event, Fact, Pod, ProbeKind, Role, Status};
 #[derive(Clone, Debug)]
 pub(crate) struct PodState {
     pub(crate) spec: Pod,
+    /// Time of the pod's creation.
+    pub(crate) created: Duration,
     /// Time of the latest change of the spec.
     pub(crate) changed: Duration,
     /// Begin of the deletion, and its grace period in seconds.
@@ -17,8 +19,6 @@ pub(crate) struct PodState {
     pub(crate) unwanted: Option<Duration>,
     /// The newest status.
     pub(crate) status: Option<Status>,
-    /// First start of a container of the pod.
-    pub(crate) first_start: Option<Duration>,
 }
 
 impl PodState {
@@ -162,11 +162,11 @@ impl Ledger {
     fn want(&mut self, pod: &Pod, at: Duration) {
         let known = self.pods.entry(pod.uid.clone()).or_insert_with(|| PodState {
             spec: pod.clone(),
+            created: at,
             changed: at,
             deleting: None,
             unwanted: None,
             status: None,
-            first_start: None,
         });
         known.spec = pod.clone();
         known.changed = at;
@@ -206,10 +206,6 @@ impl Ledger {
         match fact {
             Fact::Started { .. } => {
                 instance.started = Some(at);
-                let uid = instance.uid.clone();
-                if let Some(pod) = self.pods.get_mut(&uid) {
-                    pod.first_start.get_or_insert(at);
-                }
             }
             Fact::StopAsked { grace, .. } => {
                 instance.stop.get_or_insert((at, *grace));

@@ -177,7 +177,13 @@ impl Judge {
         instance: &Instance,
         asked: Duration,
     ) -> Option<(&'static str, String)> {
-        let all: Vec<&Instance> = self.ledger.started(&instance.uid, &instance.name).collect();
+        // A change of the resources begins a new count (kubelet: `GetBackoffKey`), and so does a new sandbox
+        // here; the kubelet's count lasts beyond a sandbox.
+        let changed = self.ledger.pods.get(&instance.uid).map_or(Duration::ZERO, |pod| pod.changed);
+        let here = |other: &&Instance| {
+            other.sandbox == instance.sandbox && other.exited.is_none_or(|(at, ..)| at > changed)
+        };
+        let all: Vec<&Instance> = self.ledger.started(&instance.uid, &instance.name).filter(here).collect();
         let mut delay = Duration::ZERO;
         let mut last = None;
         for (place, one) in all.iter().enumerate() {
@@ -234,11 +240,10 @@ impl Judge {
         if let Some(since) = pod.ends_since() {
             return Some((since, pod.deleting.map_or(pod.spec.grace, |(_, grace)| grace)));
         }
-        if let (Some(limit), Some(first)) = (pod.spec.deadline, pod.first_start)
-            // The deadline counts from the status's startTime, before the first container.
-            && self.now + REACTION >= first + Duration::from_secs(limit)
-        {
-            return Some((first, pod.spec.grace));
+        // The deadline counts from the status's startTime, which follows the creation.
+        let over = |limit: u64| pod.created + Duration::from_secs(limit);
+        if let Some(since) = pod.spec.deadline.map(over).filter(|since| self.now >= *since) {
+            return Some((since, pod.spec.grace));
         }
         if let Some(since) = self.condemned_by(pod, instance) {
             return Some((since, pod.spec.grace));
@@ -326,8 +331,12 @@ impl Judge {
         if let Some(before) = &pod.status {
             // A pod that ended by itself never comes back (kubelet: `updateStatusInternal` refuses it).
             let back = is_over(before) && before.reason.is_none() && status.phase != before.phase;
-            let unstarted = before.phase == "Running" && status.phase == "Pending";
-            if back || unstarted {
+            // A new sandbox runs the init containers again (kubelet: `getPhase`).
+            let sandboxes =
+                self.ledger.sandboxes.values().filter(|sandbox| sandbox.uid == status.uid).count();
+            let unstarted = before.phase == "Running" && status.phase == "Pending" && sandboxes < 2;
+            // No client reads the status of a pod whose object is gone, and an agent that starts then has none.
+            if pod.unwanted.is_none() && (back || unstarted) {
                 broken.push(("statuses-go-forward", format!("{} after {}", status.phase, before.phase)));
             }
             for container in &status.containers {

@@ -120,11 +120,7 @@ impl FakeCri {
         ours
     }
 
-    fn with(
-        socket: PathBuf,
-        folder: Option<tempfile::TempDir>,
-        director: Option<Arc<dyn Director>>,
-    ) -> Self {
+    fn with(socket: PathBuf, folder: Option<tempfile::TempDir>, director: Option<Arc<dyn Director>>) -> Self {
         let state = State { world: World::new(), rules: Rules::default(), calls: Vec::new(), signals: None };
         let shared = Arc::new(Shared { state: Mutex::new(state), changes: watch::channel(0).0, director });
         FakeCri { shared, socket, serving: Mutex::new(None), _folder: folder }

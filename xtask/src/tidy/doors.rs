@@ -1,5 +1,6 @@
-//! Checks that the agent's code outside its tests uses two doors: the door for starting programs, and the
-//! door for files in folders that other programs can write to.
+//! Checks that the agent's code outside its tests uses three doors: the door for starting programs, the door
+//! for files in folders that other programs can write to, and the door for blocking work, which a simulation
+//! replaces.
 
 use super::{Violation, code_of};
 
@@ -15,6 +16,21 @@ const PACKAGING: &str = "agent/src/command/packaging.rs";
 /// Code that starts a program. clap has a type `Command` too, so `Command::new(` does not count in a file
 /// that uses clap.
 const STARTS: &[&str] = &["process::Command", "std::process::{", "process::CommandExt", "Command::new("];
+
+/// Code that leaves the threads of a simulation.
+const LEAVING: &[&str] = &["task::spawn_blocking", "thread::spawn(", "thread::Builder::new()"];
+
+/// Files that may use their own threads: each thread ends before its function does, or is absent in a
+/// simulation (docs/decisions/0028-simulation.md).
+const OWN_THREADS: &[&str] = &[
+    "agent/bpf/src/",
+    "agent/cli/src/",
+    "agent/cluster/src/lease.rs",
+    "agent/codec/src/document.rs",
+    "agent/logs/src/changes.rs",
+    "agent/probes/src/manager.rs",
+    "agent/volumes/src/mounts.rs",
+];
 
 /// Crates that have files in folders that containers, plugins or drivers can write to: the folders of pods,
 /// volumes, plugins, logs and CNI.
@@ -70,6 +86,11 @@ pub(super) fn check(file: &str, text: &str) -> Vec<Violation> {
             |message: String| found.push(Violation { file: file.to_owned(), line: index + 1, message });
         if starts_program(code, is_command_line) {
             say("use beelet_base::program to start a program: it lets no word from outside become an option"
+                .to_owned());
+        }
+        if LEAVING.iter().any(|form| code.contains(form)) && !OWN_THREADS.iter().any(|f| file.starts_with(f))
+        {
+            say("use beelet_base::blocking for work that may block: a simulation runs it on its own thread"
                 .to_owned());
         }
         // Only the kernel writes the files in /proc.
@@ -130,6 +151,16 @@ mod tests {
         }
         assert_eq!(lines("agent/src/kubelet.rs", "use clap::Command;\nCommand::new(NAME)\n"), [0; 0]);
         assert_eq!(lines("agent/src/kubelet.rs", "use std::process::{ExitCode, id};\n"), [0; 0]);
+    }
+
+    #[test]
+    fn only_the_door_for_blocking_work_starts_threads() {
+        for line in ["use tokio::task::spawn_blocking;", "    std::thread::spawn(work);"] {
+            assert_eq!(lines("agent/stats/src/lib.rs", line), [1], "{line}");
+            assert_eq!(lines("agent/base/src/blocking.rs", line), [0; 0], "{line}");
+            assert_eq!(lines("agent/cluster/src/lease.rs", line), [0; 0], "{line}");
+        }
+        assert_eq!(lines("agent/stats/src/lib.rs", "use beelet_base::blocking::spawn_blocking;"), [0; 0]);
     }
 
     #[test]

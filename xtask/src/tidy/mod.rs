@@ -38,9 +38,15 @@ pub(crate) struct Args {
 }
 
 /// Places that may use the `unsafe` keyword: the code that calls the kernel, the test process that inherits a
-/// file descriptor, and the test process that filters its own system calls.
-const UNSAFE: &[&str] =
-    &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs", "tests/src/confine/sys.rs"];
+/// file descriptor, the test process that filters its own system calls, and the clock of the simulation.
+const UNSAFE: &[&str] = &[
+    "agent/bpf/",
+    "ebpf/",
+    "sim/src/seam.rs",
+    "tests/tests/kernel/",
+    "tests/src/bin/listener.rs",
+    "tests/src/confine/sys.rs",
+];
 
 /// Folders that may use bpf(2), with any library.
 const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/libbpf/"];
