@@ -57,7 +57,11 @@ pub(super) fn build(work: &Path, arch: Arch) -> Result<Programs> {
     // With the tests' targets cargo selects the same features for the agent as for its unit tests: one build
     // instead of two.
     let mut build = vec!["build", "--bins"];
-    build.extend(["beelet", "beelet-tests", "beelet-testapp"].iter().flat_map(|name| ["--package", name]));
+    build.extend(
+        ["beelet", "beelet-exec", "beelet-tests", "beelet-testapp"]
+            .iter()
+            .flat_map(|name| ["--package", name]),
+    );
     build.extend(INTEGRATION.iter().flat_map(|name| ["--test", name]));
     let mut artifacts = cargo(work, arch, &build)?;
     let mut unit = vec!["test", "--no-run", "--lib"];

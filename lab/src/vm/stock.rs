@@ -185,12 +185,15 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     let binary = check.join("beelet");
     fs::create_dir_all(&check)?;
     shell::run(Command::new("strip").arg("-o").arg(&binary).arg(&built.agent))?;
+    let helper = |of: &Path| of.with_file_name("beelet-exec");
+    shell::run(Command::new("strip").arg("-o").arg(helper(&binary)).arg(helper(&built.agent)))?;
     let files = package::files(&binary, || Ok(Command::new(&binary)))?;
     for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
         let out = tempfile::tempdir().context("cannot create a folder for the package")?;
         let deb = package::build_deb(&files, Arch::Amd64, revision, package::Packed::Not, out.path(), 0)?;
         fs::copy(&deb, check.join(name)).with_context(|| format!("cannot copy {}", deb.display()))?;
     }
+    fs::remove_file(helper(&binary))?;
     fs::remove_file(&binary)?;
     let machine = format!("machine={}\ncgroups={}\ndriver={}\n", stock.name, stock.cgroups, stock.driver);
     for (path, text) in [

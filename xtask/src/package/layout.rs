@@ -1,4 +1,4 @@
-//! The installed files and their paths: the binary, its units and configuration, the manual pages and
+//! The installed files and their paths: the binary and its helper, their units and configuration, the manual pages and
 //! completions that the binary itself writes, and the documentation.
 
 use crate::shell;
@@ -13,6 +13,7 @@ use std::process::Command;
 const COPIED: &[(&str, &str)] = &[
     ("packaging/beelet.service", "usr/lib/systemd/system/beelet.service"),
     ("packaging/beelet-observe.service", "usr/lib/systemd/system/beelet-observe.service"),
+    ("packaging/beelet-exec.service", "usr/lib/systemd/system/beelet-exec.service"),
     ("packaging/beelet.yaml", "etc/beelet/beelet.yaml"),
     ("packaging/grafana/beelet.json", "usr/share/doc/beelet/grafana/beelet.json"),
     ("packaging/kubernetes/observe.yaml", "usr/share/doc/beelet/kubernetes/observe.yaml"),
@@ -27,11 +28,15 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
 ];
 
+/// Name of the program that runs the commands of exec probes. Expected next to the agent's binary.
+pub(super) const HELPER: &str = "beelet-exec";
+
 /// Returns all files by their paths from the root, sorted. `start` returns the command that starts `binary`
 /// on this machine, without arguments.
 pub fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
+        (format!("usr/bin/{HELPER}"), Entry::File(read(&binary.with_file_name(HELPER))?, 0o755)),
         ("etc/beelet/manifests".to_owned(), Entry::Folder(0o755)),
     ];
     let mut add = |path: String, content: Vec<u8>| all.push((path, Entry::File(content, 0o644)));

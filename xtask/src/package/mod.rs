@@ -158,7 +158,16 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
         return Ok(given.clone());
     }
     let mut cargo = shell::cargo();
-    cargo.args(["build", "--locked", "--package", "beelet", "--profile", PROFILE]);
+    cargo.args([
+        "build",
+        "--locked",
+        "--package",
+        "beelet",
+        "--package",
+        "beelet-exec",
+        "--profile",
+        PROFILE,
+    ]);
     let mut dir = workdir::target_dir();
     let libc = match linked {
         Linked::ToGlibc => "glibc",
@@ -177,13 +186,15 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
     Ok(dir.join(PROFILE).join("beelet"))
 }
 
-/// Returns a copy without symbols. The original keeps its symbols, for the analysis of a core dump.
+/// Returns a copy without symbols, with one of the helper next to it. The original keeps its symbols, for the analysis of a core dump.
 fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let kind = if images::is_static(binary)? { "static" } else { "dynamic" };
     let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));
     std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
     let copy = dir.join("beelet");
     cross::strip(binary, &copy, arch)?;
+    let helper = binary.with_file_name(layout::HELPER);
+    cross::strip(&helper, &copy.with_file_name(layout::HELPER), arch)?;
     Ok(copy)
 }
 
