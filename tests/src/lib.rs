@@ -18,6 +18,7 @@ pub mod dra_driver;
 pub mod exec;
 pub mod faults;
 pub mod guards;
+pub mod helper;
 pub mod kubelet;
 pub mod load;
 pub mod machine;

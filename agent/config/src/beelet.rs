@@ -8,7 +8,11 @@ use super::tuner::TunerWire;
 use super::values::GoDuration;
 use beelet_policy::{
     admission::preemption,
-    probe::{EdgePolicy, listener::QueueRule},
+    probe::{
+        EdgePolicy,
+        listener::QueueRule,
+        settings::{Connections, ExecMode},
+    },
     resources::cgroups::CpuWeightFormula,
 };
 use beelet_units::bpf_settings::BpfMode;
@@ -31,6 +35,9 @@ pub(super) struct BeeletWire {
     pub(super) edge_policy: Option<EdgePolicy>,
     pub(super) liveness_canary: Option<GoDuration>,
     pub(super) liveness_stalled: Option<QueueRule>,
+    pub(super) exec_probes: Option<ExecMode>,
+    pub(super) exec_socket: Option<String>,
+    pub(super) probe_connections: Option<Connections>,
     pub(super) critical_static_pods: Option<bool>,
     pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
     pub(super) kubelet_dir: Option<String>,

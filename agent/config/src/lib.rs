@@ -17,7 +17,11 @@ use beelet_policy::{
     admission::preemption,
     images::{containers::ContainerGcPolicy, credentials::Verification},
     node::shutdown::Periods,
-    probe::{EdgePolicy, listener::QueueRule},
+    probe::{
+        EdgePolicy,
+        listener::QueueRule,
+        settings::{Connections, ExecMode},
+    },
     resources::cgroups::{CpuWeightFormula, MemoryQos, SwapBehavior},
     tuner::{Law, TunerMode, scheduler::SchedulerKind},
 };
@@ -261,6 +265,12 @@ pub struct Beelet {
     pub liveness_canary: Duration,
     /// State of the accept queues that fails liveness and startup probes that the kernel answers.
     pub liveness_stalled: QueueRule,
+    /// The part of the node that runs the commands of exec probes.
+    pub exec_probes: ExecMode,
+    /// Socket of the helper `beelet-exec`.
+    pub exec_socket: PathBuf,
+    /// Connections of httpGet and grpc probes.
+    pub probe_connections: Connections,
     /// True for the kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
     /// Formula from shares to cpu.weight on cgroup v2.

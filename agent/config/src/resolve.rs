@@ -163,6 +163,9 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         // Zero is a value: never.
         liveness_canary: duration_or_zero(&mut wire.liveness_canary),
         liveness_stalled: *wire.liveness_stalled.get_or_insert(QueueRule::Room),
+        exec_probes: *wire.exec_probes.get_or_insert_default(),
+        exec_socket: folder("execSocket", &mut wire.exec_socket, "/run/beelet-exec/exec.sock")?,
+        probe_connections: *wire.probe_connections.get_or_insert_default(),
         critical_static_pods: *wire.critical_static_pods.get_or_insert(false),
         cpu_weight_formula: *wire.cpu_weight_formula.get_or_insert_default(),
         kubelet_dir: folder("kubeletDir", &mut wire.kubelet_dir, "/var/lib/kubelet")?,

@@ -218,6 +218,11 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("").liveness_canary, Duration::ZERO);
     assert_eq!(field("").liveness_stalled, QueueRule::Room);
     assert_eq!(field("livenessStalled: fail").liveness_stalled, QueueRule::Accepted);
+    assert_eq!(field("").exec_probes, ExecMode::Runtime);
+    assert_eq!(field("execProbes: direct").exec_probes, ExecMode::Direct);
+    assert_eq!(field("execSocket: /x/y").exec_socket, Path::new("/x/y"));
+    assert_eq!(field("").probe_connections, Connections::Fresh);
+    assert_eq!(field("probeConnections: reuse").probe_connections, Connections::Reuse);
     assert_eq!(field("livenessCanary: 10s").liveness_canary, Duration::from_secs(10));
     assert_eq!(field("livenessCanary: 0s").liveness_canary, Duration::ZERO);
     assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);

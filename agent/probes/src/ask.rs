@@ -6,7 +6,7 @@ use beelet_policy::probe::Outcome;
 use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ClientConfig;
 
-use super::{answer::Answer, exec, grpc, http, target::Target, tcp};
+use super::{answer::Answer, direct::Direct, exec, grpc, http, kept::Slot, target::Target, tcp};
 use beelet_base::tls;
 use beelet_cri::Runtime;
 
@@ -22,6 +22,7 @@ const TRIES: usize = 3;
 #[derive(Clone, Debug)]
 pub(super) struct Probers {
     runtime: Option<Runtime>,
+    direct: Option<Direct>,
     tls: Option<Arc<ClientConfig>>,
     slots: Arc<Semaphore>,
     commands: Arc<Semaphore>,
@@ -38,18 +39,28 @@ pub(super) struct Question {
     pub container_id: String,
     /// Timeout.
     pub within: Duration,
+    /// True if the helper should run the command.
+    pub direct: bool,
+    /// The connection that the server has kept open; `None` for a fresh connection.
+    pub kept: Option<Slot>,
 }
 
 impl Probers {
-    pub(super) fn new(runtime: Option<Runtime>) -> Self {
+    pub(super) fn new(runtime: Option<Runtime>, direct: Option<Direct>) -> Self {
         let tls =
             tls::settings().inspect_err(|error| tracing::error!(%error, "cannot run HTTPS probes")).ok();
         Self {
             runtime,
+            direct,
             tls,
             slots: Arc::new(Semaphore::new(AT_ONCE)),
             commands: Arc::new(Semaphore::new(COMMANDS_AT_ONCE)),
         }
+    }
+
+    /// Returns the client of the helper.
+    pub(super) fn direct(&self) -> Option<&Direct> {
+        self.direct.as_ref()
     }
 
     /// Sends the request, up to three times if it can't be sent. The second value is the duration of the last
@@ -70,7 +81,7 @@ impl Probers {
     }
 
     async fn once(&self, question: &Question) -> Answer {
-        let Question { target, pod_ip, container_id, within } = question;
+        let Question { target, pod_ip, container_id, within, direct, kept } = question;
         let named = match target {
             Target::Tcp { host, .. } | Target::Http { host, .. } => host.clone(),
             Target::Grpc { .. } | Target::Exec { .. } => None,
@@ -79,6 +90,11 @@ impl Probers {
             let Some(runtime) = &self.runtime else {
                 return Answer::error("cannot run a command: no container runtime");
             };
+            if let Some(direct) = self.direct.as_ref().filter(|_| *direct)
+                && let Some(answer) = direct.run(container_id, command, *within).await
+            {
+                return answer;
+            }
             return exec::run(runtime, container_id, command, *within).await;
         }
         let Some(host) = named.or_else(|| pod_ip.map(|ip| ip.to_string())) else {
@@ -86,13 +102,16 @@ impl Probers {
         };
         match target {
             Target::Http { port, get, .. } => match &self.tls {
-                Some(tls) => http::get(get, &host, *port, tls, *within).await,
+                Some(tls) => http::get(get, &host, *port, tls, *within, kept.as_ref()).await,
                 None => Answer::error("cannot run HTTP probes: no cryptography"),
             },
             Target::Tcp { port, .. } | Target::Grpc { port, .. } => {
                 match tokio::time::timeout(*within, tcp::resolve(&host, *port)).await {
                     Ok(Ok(address)) => match target {
-                        Target::Grpc { service, .. } => grpc::check(address, service, *within).await,
+                        Target::Grpc { service, tls, .. } => {
+                            let tls = self.tls.as_ref().filter(|_| *tls);
+                            grpc::check(address, service, tls, *within, kept.as_ref()).await
+                        }
                         _ => tcp::connect(address, *within).await,
                     },
                     Ok(Err(error)) => Answer::failure(error),
@@ -112,12 +131,19 @@ mod tests {
     use super::*;
 
     fn question(target: Target) -> Question {
-        Question { target, pod_ip: None, container_id: "c".to_owned(), within: Duration::from_secs(30) }
+        Question {
+            target,
+            pod_ip: None,
+            container_id: "c".to_owned(),
+            within: Duration::from_secs(30),
+            direct: false,
+            kept: None,
+        }
     }
 
     #[tokio::test]
     async fn a_request_that_cannot_be_sent_is_an_error_and_not_a_failure() {
-        let probers = Probers::new(None);
+        let probers = Probers::new(None, None);
         let tcp = Target::Tcp { host: None, port: 80 };
         assert_eq!(probers.ask(&question(tcp)).await.0, Answer::error("the pod has no address yet"));
         let exec = Target::Exec { command: vec!["true".to_owned()] };
@@ -128,7 +154,7 @@ mod tests {
     async fn a_host_of_its_own_is_looked_up() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let probers = Probers::new(None);
+        let probers = Probers::new(None, None);
         let at = |host: &str| question(Target::Tcp { host: Some(host.to_owned()), port });
         assert_eq!(probers.ask(&at("127.0.0.1")).await.0.outcome, Outcome::Success);
         let answer = probers.ask(&at("no-such-host.invalid")).await.0;

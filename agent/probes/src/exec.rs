@@ -44,27 +44,33 @@ pub(super) async fn run(
             if timeout(FAREWELL, call).await.is_err() {
                 warn!(container_id, "the runtime still waits for a killed exec probe");
             }
-            return Answer::failure(format!(
-                "command {command:?} timed out after {} s",
-                within.as_secs_f64()
-            ));
+            return timed_out(command, within);
         }
     };
     match output {
         Ok(output) => {
             // The runtime may return megabytes; keep the same part as of any answer.
             let said: Vec<u8> = output.stdout.into_iter().chain(output.stderr).take(MAX_OUTPUT).collect();
-            let said = String::from_utf8_lossy(&said).into_owned();
-            match output.exit_code {
-                0 => Answer::success(said),
-                _ if said.is_empty() => Answer::failure(format!("exit code {}", output.exit_code)),
-                _ => Answer::failure(said),
-            }
+            judge(output.exit_code, &String::from_utf8_lossy(&said))
         }
         Err(error) if error.kind == Kind::Timeout => Answer::failure(error.to_string()),
         // The command could not be started, or the runtime is unavailable: no verdict on the application.
         Err(error) => Answer::error(error.to_string()),
     }
+}
+
+/// Judges a command that ended with this exit code and output.
+pub(super) fn judge(code: i32, said: &str) -> Answer {
+    match code {
+        0 => Answer::success(said),
+        _ if said.is_empty() => Answer::failure(format!("exit code {code}")),
+        _ => Answer::failure(said),
+    }
+}
+
+/// Returns the failure of a command that was killed after its timeout.
+pub(super) fn timed_out(command: &[String], within: Duration) -> Answer {
+    Answer::failure(format!("command {command:?} timed out after {} s", within.as_secs_f64()))
 }
 
 /// Ends the processes that a probe has started in a container.

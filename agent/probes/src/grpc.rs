@@ -1,16 +1,28 @@
-//! A grpc probe: a single call of gRPC's health service (grpc.health.v1) on a connection of its own.
+//! A grpc probe: a single call of gRPC's health service (grpc.health.v1), on a connection of its own or on one
+//! that the server has kept open (`kept.rs`).
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use beelet_proto::health::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
-use tokio::time::timeout;
-use tonic::{Code, Status, transport::Endpoint};
+use hyper_util::rt::TokioIo;
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{ClientConfig, pki_types::ServerName},
+};
+use tonic::{
+    Code, Status,
+    transport::{Channel, Endpoint, Uri},
+};
+use tower::service_fn;
 
 use super::{
     answer::{Answer, MAX_OUTPUT},
-    http::USER_AGENT,
+    http::{Stream, USER_AGENT},
+    kept::{Connection, Slot, Turn},
+    tcp,
 };
 
 /// Failure to get a status.
@@ -19,10 +31,22 @@ enum Broken {
     Call(Status),
 }
 
-/// Asks for the health of `service`; the empty name stands for the whole server.
-pub(super) async fn check(address: SocketAddr, service: &str, within: Duration) -> Answer {
+/// Asks for the health of `service`; the empty name stands for the whole server. `tls` has the settings of a
+/// probe that speaks TLS (KEP-4939).
+pub(super) async fn check(
+    address: SocketAddr,
+    service: &str,
+    tls: Option<&Arc<ClientConfig>>,
+    within: Duration,
+    kept: Option<&Slot>,
+) -> Answer {
     let seconds = within.as_secs_f64();
-    match timeout(within, call(address, service)).await {
+    if let Some(slot) = kept
+        && let Ok(Some(answer)) = timeout(within, again(address, service, slot)).await
+    {
+        return answer;
+    }
+    match timeout(within, call(address, service, tls, kept)).await {
         Ok(Ok(status)) => match ServingStatus::try_from(status) {
             Ok(ServingStatus::Serving) => Answer::success("service healthy"),
             Ok(status) => {
@@ -46,7 +70,28 @@ pub(super) async fn check(address: SocketAddr, service: &str, within: Duration) 
     }
 }
 
-async fn call(address: SocketAddr, service: &str) -> Result<i32, Broken> {
+/// Asks on the kept connection. Returns only a success; anything else closes the connection.
+async fn again(address: SocketAddr, service: &str, slot: &Slot) -> Option<Answer> {
+    let (Connection::Grpc(mut client), turn) = slot.take(address).await? else { return None };
+    let status = ask(&mut client, service).await.ok()?;
+    if status != i32::from(ServingStatus::Serving) {
+        return None;
+    }
+    slot.keep(Connection::Grpc(client), turn).await;
+    Some(Answer::success("service healthy"))
+}
+
+async fn ask(client: &mut HealthClient<Channel>, service: &str) -> Result<i32, Status> {
+    let request = HealthCheckRequest { service: service.to_owned() };
+    Ok(client.check(request).await?.into_inner().status)
+}
+
+async fn call(
+    address: SocketAddr,
+    service: &str,
+    tls: Option<&Arc<ClientConfig>>,
+    kept: Option<&Slot>,
+) -> Result<i32, Broken> {
     let connect = |error: tonic::transport::Error| {
         let mut cause: &dyn std::error::Error = &error;
         while let Some(inner) = cause.source() {
@@ -54,12 +99,45 @@ async fn call(address: SocketAddr, service: &str) -> Result<i32, Broken> {
         }
         Broken::Connect(cause.to_string())
     };
-    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(connect)?;
-    let channel = endpoint.user_agent(USER_AGENT).map_err(connect)?.connect().await.map_err(connect)?;
+    let mut endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(connect)?;
+    if tls.is_some()
+        && let Ok(origin) = format!("https://{address}").parse()
+    {
+        endpoint = endpoint.origin(origin);
+    }
+    let (tls, is_kept) = (tls.map(with_http2), kept.is_some());
+    let opener = service_fn(move |_: Uri| open(address, tls.clone(), is_kept));
+    let endpoint = endpoint.user_agent(USER_AGENT).map_err(connect)?;
+    let channel = endpoint.connect_with_connector(opener).await.map_err(connect)?;
     let mut client = HealthClient::new(channel).max_decoding_message_size(MAX_OUTPUT);
-    let request = HealthCheckRequest { service: service.to_owned() };
-    let response = client.check(request).await.map_err(Broken::Call)?;
-    Ok(response.into_inner().status)
+    let status = ask(&mut client, service).await.map_err(Broken::Call)?;
+    if let Some(slot) = kept.filter(|_| status == i32::from(ServingStatus::Serving)) {
+        slot.keep(Connection::Grpc(client), Turn::first(address)).await;
+    }
+    Ok(status)
+}
+
+/// Returns the settings with the protocol that gRPC requires.
+fn with_http2(settings: &Arc<ClientConfig>) -> Arc<ClientConfig> {
+    let mut settings = (**settings).clone();
+    settings.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(settings)
+}
+
+/// Opens a connection. One that is to be kept leaves no TIME_WAIT: no request is lost when it is closed.
+async fn open(
+    address: SocketAddr,
+    tls: Option<Arc<ClientConfig>>,
+    is_kept: bool,
+) -> std::io::Result<TokioIo<std::pin::Pin<Box<dyn Stream>>>> {
+    let stream = TcpStream::connect(address).await?;
+    if is_kept {
+        tcp::hang_up(&stream);
+    }
+    Ok(TokioIo::new(match tls {
+        Some(tls) => Box::pin(TlsConnector::from(tls).connect(ServerName::from(address.ip()), stream).await?),
+        None => Box::pin(stream),
+    }))
 }
 
 #[cfg(test)]
@@ -109,7 +187,8 @@ mod tests {
         let server = Server::builder().add_service(HealthServer::new(App));
         tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
         let long = Duration::from_secs(30);
-        let test = |service: &'static str, within| async move { check(address, service, within).await };
+        let test =
+            |service: &'static str, within| async move { check(address, service, None, within, None).await };
         assert_eq!(test("", long).await, Answer::success("service healthy"));
         assert_eq!(test("good", long).await.outcome, Outcome::Success);
         let bad = test("bad", long).await;
@@ -131,12 +210,39 @@ mod tests {
         let server = tokio::spawn(
             Server::builder().add_routes(routes).serve_with_incoming(TcpListenerStream::new(listener)),
         );
-        let answer = check(address, "", Duration::from_secs(30)).await;
+        let answer = check(address, "", None, Duration::from_secs(30), None).await;
         assert!(answer.detail.contains("does not implement"), "{answer:?}");
         assert_eq!(answer.outcome, Outcome::Failure);
         server.abort();
         let _ = server.await;
-        let answer = check(address, "", Duration::from_secs(30)).await;
+        let answer = check(address, "", None, Duration::from_secs(30), None).await;
         assert_eq!(answer.outcome, Outcome::Failure, "{answer:?}");
+    }
+
+    #[tokio::test]
+    async fn a_server_may_speak_tls_and_keep_the_connection() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let acceptor = beelet_testing::tls::acceptor();
+        let (count, mut connections) = tokio::sync::watch::channel(0);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                count.send_modify(|count| *count += 1);
+                let Ok(stream) = acceptor.accept(stream).await else { continue };
+                let routes = tonic::service::Routes::new(HealthServer::new(App)).prepare();
+                let service = hyper_util::service::TowerToHyperService::new(routes);
+                let server = hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new());
+                tokio::spawn(async move { server.serve_connection(TokioIo::new(stream), service).await });
+            }
+        });
+        let (tls, slot, long) =
+            (beelet_base::tls::settings().unwrap(), Slot::default(), Duration::from_secs(30));
+        for _ in 0..15 {
+            let answer = check(address, "", Some(&tls), long, Some(&slot)).await;
+            assert_eq!(answer, Answer::success("service healthy"));
+        }
+        assert_eq!(*connections.borrow_and_update(), 2, "ten checks per connection");
+        // Without TLS the same server fails.
+        assert_eq!(check(address, "", None, Duration::from_secs(2), None).await.outcome, Outcome::Failure);
     }
 }

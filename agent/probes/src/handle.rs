@@ -108,9 +108,10 @@ pub struct ProbeView {
     pub kind: ProbeKind,
     /// Target of the probe.
     pub target: String,
-    /// Mode: `kernel`, `sock_diag`, `connect`, `http`, `https`, `grpc` or `exec`.
+    /// Mode: `kernel`, `sock_diag`, `connect`, `http`, `https`, `h2c`, `grpc`, `exec` or `direct` (a command
+    /// that the helper runs).
     pub mode: &'static str,
-    /// Reason why the kernel doesn't answer, if it should.
+    /// Reason why the kernel doesn't answer or the helper doesn't run the command, if it should.
     pub fallback: Option<String>,
     /// Result of the probe.
     pub result: ProbeResult,

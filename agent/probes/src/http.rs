@@ -1,6 +1,6 @@
 //! An httpGet probe: a status from 200 to 399 is a success. The probe follows redirects to the same host
 //! (`RedirectChecker`, pkg/probe/http); a redirect to another host ends the probe as a success with a
-//! warning.
+//! warning. A server may keep the connection open for the next probe (`kept.rs`).
 
 use std::{net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
 
@@ -8,10 +8,10 @@ use http_body_util::{BodyExt, Empty};
 use hyper::{
     Request, Response, StatusCode,
     body::{Bytes, Incoming},
-    client::conn::http1,
+    client::conn::{http1, http2},
     header,
 };
-use hyper_util::rt::TokioIo;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
@@ -27,6 +27,7 @@ use beelet_base::redirect::{MAX_REDIRECTS, Place, is_redirect};
 
 use super::{
     answer::{Answer, MAX_OUTPUT},
+    kept::{Connection, Slot, Turn},
     tcp,
 };
 
@@ -37,6 +38,8 @@ pub(super) const USER_AGENT: &str = "kube-probe/1.36";
 pub(super) struct Get {
     /// True for HTTPS.
     pub tls: bool,
+    /// True for HTTP/2 without TLS (KEP-5999).
+    pub http2: bool,
     /// Path and query.
     pub path: String,
     /// Headers, in order.
@@ -56,6 +59,8 @@ struct Reply {
     status: StatusCode,
     location: Option<String>,
     body: String,
+    /// True if the whole body was read.
+    is_complete: bool,
 }
 
 /// Sends the request to `host` and judges the reply.
@@ -65,10 +70,18 @@ pub(super) async fn get(
     port: u16,
     tls: &Arc<ClientConfig>,
     within: Duration,
+    kept: Option<&Slot>,
 ) -> Answer {
+    let kept = kept.filter(|_| !get.http2);
+    if let Some(slot) = kept
+        && let Ok(Ok(address)) = timeout(within, tcp::resolve(host, port)).await
+        && let Ok(Some(answer)) = timeout(within, again(get, host, port, slot, address)).await
+    {
+        return answer;
+    }
     let place = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
     let url = place.url(host);
-    match timeout(within, follow(get, host, place, tls)).await {
+    match timeout(within, follow(get, host, place, tls, kept)).await {
         Ok(Ok(answer)) => answer,
         Ok(Err(Broken::Request(error))) => Answer::error(error),
         Ok(Err(Broken::Answer(error))) => Answer::failure(format!("Get {url:?}: {error}")),
@@ -77,11 +90,17 @@ pub(super) async fn get(
 }
 
 /// Follows redirects within the host, and judges the last reply.
-async fn follow(get: &Get, host: &str, first: Place, tls: &Arc<ClientConfig>) -> Result<Answer, Broken> {
+async fn follow(
+    get: &Get,
+    host: &str,
+    first: Place,
+    tls: &Arc<ClientConfig>,
+    kept: Option<&Slot>,
+) -> Result<Answer, Broken> {
     let mut stop = first;
-    for _ in 0..=MAX_REDIRECTS {
+    for hop in 0..=MAX_REDIRECTS {
         let address = tcp::resolve(host, stop.port).await.map_err(Broken::Answer)?;
-        let reply = exchange(get, &stop, host, address, tls).await?;
+        let reply = exchange(get, &stop, host, address, tls, kept.filter(|_| hop == 0)).await?;
         let moved = is_redirect(reply.status.as_u16());
         match reply.location.as_deref().filter(|_| moved) {
             Some(location) => match stop.next(host, location) {
@@ -118,10 +137,15 @@ async fn exchange(
     host: &str,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
+    kept: Option<&Slot>,
 ) -> Result<Reply, Broken> {
-    let request = request(get, stop, host)?;
+    let request = request(get, stop, host, kept.is_some())?;
     let answer = |e: &dyn std::fmt::Display| Broken::Answer(e.to_string());
     let stream = TcpStream::connect(address).await.map_err(|e| answer(&e))?;
+    if kept.is_some() {
+        // A kept connection is closed between two requests, so the reset loses no data.
+        tcp::hang_up(&stream);
+    }
     let stream: Pin<Box<dyn Stream>> = if stop.tls {
         let name = ServerName::try_from(host.to_owned())
             .map_err(|e| Broken::Request(format!("the probe's host {host:?}: {e}")))?;
@@ -130,49 +154,99 @@ async fn exchange(
     } else {
         Box::pin(stream)
     };
+    // Drivers are aborted at every return of this function, unless the connection is kept.
+    if get.http2 {
+        let made = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
+        let (mut sender, connection) = made.map_err(|e| answer(&e))?;
+        let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
+        let response = sender.send_request(request).await.map_err(|e| answer(&e))?;
+        return reply_of(response).await.map_err(|e| answer(&e));
+    }
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|e| answer(&e))?;
-    // Aborted at every return of this function.
-    let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
+    let driver = AbortOnDropHandle::new(tokio::spawn(async move {
+        // The sender reports the connection's errors.
+        let _ = connection.await;
+    }));
     let response = sender.send_request(request).await.map_err(|e| answer(&e))?;
+    let reply = reply_of(response).await.map_err(|e| answer(&e))?;
+    if let Some(slot) = kept.filter(|_| reply.may_keep()) {
+        slot.keep(Connection::Http(sender, driver), Turn::first(address)).await;
+    }
+    Ok(reply)
+}
+
+/// Sends the request on the kept connection. Returns only a success; anything else closes the connection.
+async fn again(get: &Get, host: &str, port: u16, slot: &Slot, address: SocketAddr) -> Option<Answer> {
+    let (Connection::Http(mut sender, driver), turn) = slot.take(address).await? else { return None };
+    let place = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
+    let request = request(get, &place, host, true).ok()?;
+    sender.ready().await.ok()?;
+    let reply = reply_of(sender.send_request(request).await.ok()?).await.ok()?;
+    if !reply.status.is_success() {
+        return None;
+    }
+    if reply.may_keep() {
+        slot.keep(Connection::Http(sender, driver), turn).await;
+    }
+    Some(judge(reply))
+}
+
+impl Reply {
+    /// Returns true if the connection may serve another request, as far as the reply shows.
+    fn may_keep(&self) -> bool {
+        self.status.is_success() && self.is_complete
+    }
+}
+
+async fn reply_of(response: Response<Incoming>) -> Result<Reply, hyper::Error> {
     let status = response.status();
     let location = response.headers().get(header::LOCATION);
     let location = location.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
-    Ok(Reply { status, location, body: read(response).await.map_err(|e| answer(&e))? })
+    let (body, is_complete) = read(response).await?;
+    Ok(Reply { status, location, body, is_complete })
 }
 
 /// A byte stream for HTTP.
-trait Stream: AsyncRead + AsyncWrite + Send {}
+pub(super) trait Stream: AsyncRead + AsyncWrite + Send {}
 impl<T: AsyncRead + AsyncWrite + Send> Stream for T {}
 
-/// Reads the body, up to [`MAX_OUTPUT`].
-async fn read(response: Response<Incoming>) -> Result<String, hyper::Error> {
+/// Reads the body, up to [`MAX_OUTPUT`]. The second value is true if it was read to its end.
+async fn read(response: Response<Incoming>) -> Result<(String, bool), hyper::Error> {
     let mut body = response.into_body();
     let mut read = Vec::new();
-    while read.len() < MAX_OUTPUT
-        && let Some(frame) = body.frame().await
-    {
+    let mut is_complete = false;
+    while read.len() < MAX_OUTPUT {
+        let Some(frame) = body.frame().await else {
+            is_complete = true;
+            break;
+        };
         if let Some(data) = frame?.data_ref() {
             read.extend_from_slice(&data[..data.len().min(MAX_OUTPUT - read.len())]);
         }
     }
-    Ok(String::from_utf8_lossy(&read).into_owned())
+    Ok((String::from_utf8_lossy(&read).into_owned(), is_complete))
 }
 
-fn request(get: &Get, stop: &Place, host: &str) -> Result<Request<Empty<Bytes>>, Broken> {
-    let mut request = Request::get(stop.path.as_str());
+fn request(get: &Get, stop: &Place, host: &str, keep: bool) -> Result<Request<Empty<Bytes>>, Broken> {
+    // HTTP/2 has pseudo-header fields in place of the host and the connection (RFC 9113, 8.2.2 and 8.3.1).
+    let mut request = match get.http2 {
+        true => Request::get(stop.url(host)).version(http::Version::HTTP_2),
+        false => Request::get(stop.path.as_str()),
+    };
     let given = |wanted: &str| get.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case(wanted));
-    if !(stop.own_host && given("host")) {
+    if !get.http2 && !(stop.own_host && given("host")) {
         request = request.header("Host", stop.authority(host));
     }
     for (name, default) in [("User-Agent", USER_AGENT), ("Accept", "*/*"), ("Connection", "close")] {
-        if !given(name) {
+        if !given(name) && !(name == "Connection" && (keep || get.http2)) {
             request = request.header(name, default);
         }
     }
     for (name, value) in &get.headers {
         // An empty Accept or User-Agent removes the default, as in the kubelet.
         let nothing = value.is_empty() && ["accept", "user-agent"].contains(&name.to_lowercase().as_str());
-        if !nothing && (stop.own_host || !name.eq_ignore_ascii_case("host")) {
+        let refused = get.http2 && ["host", "connection"].contains(&name.to_lowercase().as_str());
+        if !nothing && !refused && (stop.own_host || !name.eq_ignore_ascii_case("host")) {
             request = request.header(name, value);
         }
     }

@@ -11,12 +11,14 @@ mod alarm;
 mod answer;
 mod ask;
 mod canary;
+mod direct;
 mod exec;
 mod grpc;
 mod handle;
 mod hot;
 pub mod http;
 mod ids;
+mod kept;
 mod listening;
 mod manager;
 mod metrics;
@@ -30,7 +32,11 @@ mod workers;
 
 use std::time::Duration;
 
-use beelet_policy::probe::{EdgePolicy, listener::QueueRule};
+use beelet_policy::probe::{
+    EdgePolicy,
+    listener::QueueRule,
+    settings::{Connections, ExecMode},
+};
 
 pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, ToleratedView, Wanted, handle};
 pub use manager::{Parts, Probes};
@@ -47,4 +53,8 @@ pub struct Settings {
     pub canary: Duration,
     /// The state of the accept queues that fails liveness and startup probes in kernel mode.
     pub queue_rule: QueueRule,
+    /// The part of the node that runs commands.
+    pub exec: ExecMode,
+    /// Connections of httpGet and grpc probes.
+    pub connections: Connections,
 }

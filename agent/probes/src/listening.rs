@@ -114,6 +114,7 @@ impl Probes {
         };
         let (verdict, would_fail) = worker.judge(at, sighting);
         if would_fail {
+            self.parts.metrics.tolerated.inc();
             info!(pod = %worker.name, container = %worker.key.container, kind = worker.key.kind.name(), port,
                 "connections wait and the application accepts none; `stalled=fail` would fail this probe");
         }

@@ -27,13 +27,14 @@ use super::{
     answer::Answer,
     ask::Probers,
     canary,
+    direct::Direct,
     handle::Commands,
     ids::{Id, Key},
     listening,
     metrics::Metrics,
-    target::{pod_ip, probes_of},
+    target::{TargetError, pod_ip, probes_of},
     timetable::Timetable,
-    worker::{Hint, Method, Worker, now},
+    worker::{Change, Hint, Method, Worker, now},
     workers::Workers,
 };
 use beelet_bpf::{CheckedNetns, Checker, Edges, KernelError, Listeners};
@@ -70,6 +71,8 @@ pub struct Parts {
     pub events: Recorder,
     /// Counters.
     pub metrics: Metrics,
+    /// Socket of the helper that runs commands.
+    pub exec_socket: PathBuf,
     /// Async runtime of the checks that wait for an answer.
     pub asking: tokio::runtime::Handle,
 }
@@ -91,6 +94,7 @@ pub(super) enum Purpose {
 struct Finished {
     id: Id,
     container_id: String,
+    revision: u64,
     purpose: Purpose,
     answer: Answer,
     latency: Duration,
@@ -136,8 +140,11 @@ impl Probes {
     /// Returns the owner without probes yet.
     pub fn new(parts: Parts) -> Self {
         let (finished_out, finished_in) = mpsc::channel(ANSWERS);
+        let fallbacks = parts.metrics.exec_fallbacks.clone();
+        let direct =
+            parts.runtime.clone().map(|runtime| Direct::new(runtime, parts.exec_socket.clone(), fallbacks));
         Self {
-            probers: Probers::new(parts.runtime.clone()),
+            probers: Probers::new(parts.runtime.clone(), direct),
             parts,
             known: Pods::new(),
             ids: BTreeMap::new(),
@@ -238,7 +245,8 @@ impl Probes {
                 self.forget(before, None);
             }
             left_one |= before.is_some_and(|before| before.netns != entry.netns);
-            self.sync_pod(entry).await;
+            let is_known = before.is_some_and(|before| before.pod.metadata.uid == entry.pod.metadata.uid);
+            self.sync_pod(entry, is_known).await;
         }
         if left_one {
             let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
@@ -258,6 +266,15 @@ impl Probes {
             self.ids.remove(&key);
             self.leave_port(id);
             if let Some(mut worker) = self.workers.remove(id) {
+                if let Some(asking) = worker.asking.take() {
+                    asking.abort();
+                }
+                if let (Some(direct), Some(container)) = (self.probers.direct(), &worker.container_id) {
+                    direct.forget(container);
+                }
+                if keep.is_some() && !entry.ending {
+                    self.report_change(&worker, "removed");
+                }
                 self.count_fallback(worker.method(), -1);
                 self.timetable.remove(id, &mut worker.hot.due);
                 self.parts.metrics.forget(&worker.hot.tally);
@@ -265,7 +282,8 @@ impl Probes {
         }
     }
 
-    async fn sync_pod(&mut self, entry: &Arc<PodEntry>) {
+    /// Syncs the probes of a pod; `is_known` is true if the pod has been synced before.
+    async fn sync_pod(&mut self, entry: &Arc<PodEntry>, is_known: bool) {
         if entry.ended().is_some() {
             self.forget(entry, None);
             return;
@@ -278,17 +296,91 @@ impl Probes {
             for (kind, probe) in probes_of(container) {
                 let key = Key { uid: Arc::clone(&uid), container: container.name.as_str().into(), kind };
                 wanted.insert(key.clone());
-                let id = match self.ids.get(&key) {
-                    Some(id) => *id,
+                let (id, added) = match self.ids.get(&key).copied() {
+                    Some(id) => {
+                        if !entry.ending {
+                            self.change(&entry.pod, container, id, probe);
+                        }
+                        (id, false)
+                    }
                     None => match self.add(&entry.pod, container, key, probe) {
-                        Some(id) => id,
+                        Some(id) => (id, is_known),
                         None => continue,
                     },
                 };
-                self.sync_container(entry, id).await;
+                self.sync_container(entry, id, added).await;
             }
         }
         self.forget(entry, Some(&wanted));
+    }
+
+    /// Applies a changed probe of a running pod (KEP-6318, `MutableContainerProbes`).
+    fn change(&mut self, pod: &core::Pod, container: &core::Container, id: Id, probe: &core::Probe) {
+        let Some(worker) = self.workers.get(id).filter(|worker| !worker.is_of(pod, container, probe)) else {
+            return;
+        };
+        let key = worker.key.clone();
+        let new = match Worker::new(pod, container, key, probe, &self.parts.settings, &self.parts.metrics) {
+            Ok(new) => new,
+            Err(error) => return self.report_unusable(pod, container, worker.key.kind, &error),
+        };
+        self.parts.metrics.forget(&new.hot.tally);
+        self.report_problems(pod, container, &new);
+        self.leave_port(id);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let (now, change) = (now(), worker.reconfigure(new));
+        match change {
+            Change::Question => {
+                let before = worker.choose(Method::Undecided);
+                worker.netns = None;
+                worker.hot.regular = now;
+                self.timetable.set(id, &mut worker.hot.due, now);
+                self.count_fallback(&before, -1);
+            }
+            // The next check is one period after the last one, or at once.
+            Change::Period if worker.state.has_counted() => {
+                worker.hot.regular = worker.hot.looked.0.saturating_add(worker.hot.period).max(now);
+                self.timetable.set(id, &mut worker.hot.due, worker.hot.regular);
+            }
+            Change::Counting if worker.state.has_counted() => {}
+            // Perhaps the initial delay is over now. A check that is not due yet costs nothing.
+            Change::Period | Change::Counting => {
+                worker.hot.regular = now;
+                self.timetable.set(id, &mut worker.hot.due, now);
+            }
+        }
+        self.enter_port(id);
+        if let Some(worker) = self.workers.get(id) {
+            self.report_change(worker, "updated");
+        }
+    }
+
+    /// Records that a change of a probe is in force, with the KEP's reason.
+    fn report_change(&self, worker: &Worker, action: &str) {
+        let kind = worker.key.kind.name();
+        info!(pod = %worker.name, container = %worker.key.container, kind, action, "probe changed in place");
+        let message = format!("Container {}: {kind} probe {action}", worker.key.container);
+        self.parts.events.normal(worker.object(), "ContainerProbeChanged", message);
+    }
+
+    fn report_unusable(
+        &self,
+        pod: &core::Pod,
+        container: &core::Container,
+        kind: ProbeKind,
+        error: &TargetError,
+    ) {
+        let message = format!("{} probe can't be run: {error}", kind.title());
+        self.parts.events.warning(Object::container(pod, &container.name), "Unhealthy", message);
+    }
+
+    fn report_problems(&self, pod: &core::Pod, container: &core::Container, worker: &Worker) {
+        let kind = worker.key.kind.title();
+        for problem in &worker.problems {
+            warn!(pod = %worker.name, container = container.name, "{problem}");
+            let message = format!("{kind} probe warning: {problem}");
+            self.parts.events.warning(Object::container(pod, &container.name), "ProbeWarning", message);
+        }
     }
 
     fn add(
@@ -298,32 +390,25 @@ impl Probes {
         key: Key,
         probe: &core::Probe,
     ) -> Option<Id> {
-        let kind = key.kind.title();
+        let kind = key.kind;
         let made = Worker::new(pod, container, key.clone(), probe, &self.parts.settings, &self.parts.metrics);
-        let about = || Object::container(pod, &container.name);
         let worker = match made {
             Ok(worker) => worker,
             Err(error) => {
                 // Once per change of the pod, and counted as one event.
-                self.parts.events.warning(
-                    about(),
-                    "Unhealthy",
-                    format!("{kind} probe can't be run: {error}"),
-                );
+                self.report_unusable(pod, container, kind, &error);
                 return None;
             }
         };
-        for problem in &worker.problems {
-            warn!(pod = %worker.name, container = container.name, "{problem}");
-            self.parts.events.warning(about(), "ProbeWarning", format!("{kind} probe warning: {problem}"));
-        }
+        self.report_problems(pod, container, &worker);
         let id = self.workers.insert(worker);
         self.ids.insert(key, id);
         Some(id)
     }
 
-    /// Syncs a probe with its container.
-    async fn sync_container(&mut self, entry: &PodEntry, id: Id) {
+    /// Syncs a probe with its container. A probe that was `added` to a known pod starts with its initial
+    /// result.
+    async fn sync_container(&mut self, entry: &PodEntry, id: Id, added: bool) {
         let now = now();
         let chosen = self.choose_method(entry, id);
         let Some(worker) = self.workers.get_mut(id) else { return };
@@ -336,7 +421,7 @@ impl Probes {
             (Some(running), Some(container)) if worker.container_id.as_ref() != Some(&container) => {
                 let started_at = running.started_at.as_ref().map_or(now, |t| since_boot(t.0, now));
                 let settled = status.is_some_and(|s| match worker.key.kind {
-                    ProbeKind::Readiness => s.ready,
+                    ProbeKind::Readiness => s.ready && !added,
                     ProbeKind::Startup => s.started == Some(true),
                     ProbeKind::Liveness => false,
                 });
@@ -347,6 +432,9 @@ impl Probes {
                     worker.since = since_of(&entry.pod, worker.key.kind);
                 } else {
                     transitions.extend(worker.state.container_started(now, started_at));
+                }
+                if let (Some(direct), Some(before)) = (self.probers.direct(), &worker.container_id) {
+                    direct.forget(before);
                 }
                 worker.start(container, now);
                 let at = worker.plan(started_at, now, taken_over);
@@ -373,6 +461,9 @@ impl Probes {
             if !was_due && worker.state.due(now) {
                 self.timetable.set(id, &mut worker.hot.due, now);
             }
+        }
+        if added && let Some(worker) = self.workers.get(id).filter(|worker| worker.container_id.is_some()) {
+            self.report_change(worker, "added");
         }
         for transition in transitions {
             self.send(id, transition, None).await;
@@ -416,10 +507,7 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(id) else { return false };
         worker.netns.clone_from(&entry.netns);
         let before = worker.choose(method);
-        if let Some((netns, port)) = worker.in_kernel() {
-            let place = (netns.handle().cookie(), port);
-            self.by_port.entry(place).or_default().insert(id);
-        }
+        self.enter_port(id);
         self.count_fallback(&before, -1);
         true
     }
@@ -439,6 +527,14 @@ impl Probes {
         let opened = Arc::new(CheckedNetns::open(netns.path(), self.parts.checker.as_ref())?);
         self.namespaces.insert(netns, Arc::clone(&opened));
         Ok(opened)
+    }
+
+    fn enter_port(&mut self, id: Id) {
+        let place = self.workers.get(id).and_then(Worker::in_kernel);
+        if let Some((netns, port)) = place {
+            let place = (netns.handle().cookie(), port);
+            self.by_port.entry(place).or_default().insert(id);
+        }
     }
 
     fn leave_port(&mut self, id: Id) {
@@ -493,7 +589,8 @@ impl Probes {
             self.parts.metrics.canaries.inc();
         }
         let (probers, finished) = (self.probers.clone(), self.finished_out.clone());
-        self.parts.asking.spawn(async move {
+        let revision = worker.revision;
+        let task = self.parts.asking.spawn(async move {
             let started = Instant::now();
             let asked = async {
                 match canary {
@@ -511,14 +608,20 @@ impl Probes {
             });
             let container_id = question.container_id;
             // The receiver is closed if the agent is stopping.
-            let _ = finished.send(Finished { id, container_id, purpose, answer, latency }).await;
+            let _ = finished.send(Finished { id, container_id, revision, purpose, answer, latency }).await;
         });
+        worker.asking = Some(task.abort_handle());
     }
 
     async fn on_finished(&mut self, finished: Finished) {
         let Some(worker) = self.workers.get_mut(finished.id) else { return };
+        let Finished { id, container_id, revision, purpose, answer, latency } = finished;
+        // The answer to another question, which was asked before the probe was changed.
+        if revision != worker.revision {
+            return;
+        }
         worker.in_flight = false;
-        let Finished { id, container_id, purpose, answer, latency } = finished;
+        worker.asking = None;
         // An answer of a previous container does not apply to the current one.
         if worker.container_id.as_ref() != Some(&container_id) {
             worker.edge = None;

@@ -151,6 +151,10 @@ pub struct Metrics {
     pub canaries: Counter,
     /// Probes that the kernel can't answer although it should.
     pub fallbacks: Gauge,
+    /// Containers whose commands the runtime runs although the helper should.
+    pub exec_fallbacks: Gauge,
+    /// Looks at a stalled listener that count as successes.
+    pub tolerated: Counter,
 }
 
 impl Metrics {
@@ -171,6 +175,16 @@ impl Metrics {
             "beelet_probe_fallbacks",
             "TCP probes that connect because the kernel cannot answer them",
             self.fallbacks.clone(),
+        );
+        registry.register(
+            "beelet_exec_probe_fallbacks",
+            "Containers whose exec probes the runtime runs because the helper cannot",
+            self.exec_fallbacks.clone(),
+        );
+        registry.register(
+            "beelet_probe_tolerated_failures",
+            "Times that liveness and startup probes succeeded although a stricter rule (stalled=fail) would have failed them",
+            self.tolerated.clone(),
         );
     }
 

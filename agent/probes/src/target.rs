@@ -10,7 +10,10 @@ use std::{
 
 use beelet_policy::{
     pod::variables::{TooLong, expand_probe_command},
-    probe::{ProbeKind, settings::ProbeSettings},
+    probe::{
+        ProbeKind,
+        settings::{ProbeSettings, Protocols},
+    },
 };
 use beelet_units::bounds;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
@@ -28,6 +31,8 @@ pub(super) enum TargetError {
     LongCommand(#[from] TooLong),
     #[error("httpGet knows the schemes HTTP and HTTPS, not {0:?}")]
     Scheme(String),
+    #[error("HTTP/2 without TLS goes with neither the scheme HTTPS nor a `host`")]
+    Http2,
     #[error("container {container} has no port named {name:?}")]
     NoPort { container: String, name: String },
     #[error("port {0} is not between 1 and 65535")]
@@ -59,6 +64,8 @@ pub(super) enum Target {
         port: u16,
         /// The gRPC service name; empty means the server as a whole.
         service: String,
+        /// True for TLS, without verification of the certificate.
+        tls: bool,
     },
     /// A command in the container.
     Exec {
@@ -91,7 +98,11 @@ impl Timing {
 
 impl Target {
     /// Resolves the target of a probe.
-    pub(super) fn of(probe: &core::Probe, container: &core::Container) -> Result<Self, TargetError> {
+    pub(super) fn of(
+        probe: &core::Probe,
+        container: &core::Container,
+        protocols: Protocols,
+    ) -> Result<Self, TargetError> {
         let named = |host: &Option<String>| host.clone().filter(|h| !h.is_empty());
         if let Some(exec) = &probe.exec {
             let command = exec.command.as_deref().unwrap_or_default();
@@ -110,18 +121,22 @@ impl Target {
                 "HTTPS" => true,
                 other => return Err(TargetError::Scheme(other.to_owned())),
             };
+            if protocols.http2 && (tls || named(&http.host).is_some()) {
+                return Err(TargetError::Http2);
+            }
             let headers = http.http_headers.iter().flatten().map(|h| (h.name.clone(), h.value.clone()));
             let path = http.path.clone().unwrap_or_default();
             let path = if path.starts_with('/') { path } else { format!("/{path}") };
             return Ok(Self::Http {
                 host: named(&http.host),
                 port: port(&http.port, container)?,
-                get: Get { tls, path, headers: headers.collect() },
+                get: Get { tls, http2: protocols.http2, path, headers: headers.collect() },
             });
         }
         if let Some(grpc) = &probe.grpc {
             let port = port(&IntOrString::Int(grpc.port), container)?;
-            return Ok(Self::Grpc { port, service: grpc.service.clone().unwrap_or_default() });
+            let service = grpc.service.clone().unwrap_or_default();
+            return Ok(Self::Grpc { port, service, tls: protocols.grpc_tls });
         }
         Err(TargetError::NoHandler)
     }
@@ -131,6 +146,7 @@ impl Target {
         match self {
             Self::Tcp { .. } => "connect",
             Self::Http { get, .. } if get.tls => "https",
+            Self::Http { get, .. } if get.http2 => "h2c",
             Self::Http { .. } => "http",
             Self::Grpc { .. } => "grpc",
             Self::Exec { .. } => "exec",
@@ -148,10 +164,11 @@ impl fmt::Display for Target {
         match self {
             Self::Tcp { host: named, port } => write!(f, "tcp {}:{port}", host(named)),
             Self::Http { host: named, port, get } => {
-                write!(f, "GET {}://{}:{port}{}", self.mode(), host(named), get.path)
+                let scheme = if get.tls { "https" } else { "http" };
+                write!(f, "GET {scheme}://{}:{port}{}", host(named), get.path)
             }
-            Self::Grpc { port, service } if service.is_empty() => write!(f, "grpc pod:{port}"),
-            Self::Grpc { port, service } => write!(f, "grpc pod:{port} {service}"),
+            Self::Grpc { port, service, .. } if service.is_empty() => write!(f, "grpc pod:{port}"),
+            Self::Grpc { port, service, .. } => write!(f, "grpc pod:{port} {service}"),
             Self::Exec { command } => {
                 let words = command.join(" ");
                 match words.char_indices().nth(SHOWN) {
@@ -231,7 +248,7 @@ mod tests {
             "env": [{"name": "FILE", "value": "/ready"}]
         }))
         .unwrap();
-        let found = Target::of(&probe, &container).map_err(|error| error.to_string());
+        let found = Target::of(&probe, &container, Protocols::default()).map_err(|error| error.to_string());
         assert_eq!(found, expect.map_err(str::to_owned));
     }
 
@@ -250,7 +267,7 @@ mod tests {
         let http = |path: &str, tls| Target::Http {
             host: None,
             port: 8080,
-            get: Get { tls, path: path.to_owned(), headers: vec![] },
+            get: Get { tls, http2: false, path: path.to_owned(), headers: vec![] },
         };
         check(serde_json::json!({"httpGet": {"port": "web"}}), Ok(http("/", false)));
         check(
@@ -273,10 +290,23 @@ mod tests {
             serde_json::json!({"exec": {"command": ["cat", "$(FILE)".repeat(200_000)]}}),
             Err("an argument of an exec probe's command makes the total longer than 1048576 bytes"),
         );
-        let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned() };
+        let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned(), tls: false };
         check(serde_json::json!({"grpc": {"port": 9}}), Ok(grpc("")));
         check(serde_json::json!({"grpc": {"port": 9, "service": "db"}}), Ok(grpc("db")));
         check(serde_json::json!({}), Err("a probe needs one of exec, httpGet, tcpSocket and grpc"));
+    }
+
+    #[test]
+    fn http2_without_tls_needs_the_pods_own_address_and_the_scheme_http() {
+        let check = |get: serde_json::Value, expected: Result<&str, TargetError>| {
+            let probe: core::Probe = serde_json::from_value(serde_json::json!({ "httpGet": get })).unwrap();
+            let protocols = Protocols { http2: true, grpc_tls: false };
+            let found = Target::of(&probe, &core::Container::default(), protocols);
+            assert_eq!(found.map(|target| target.mode()), expected, "{probe:?}");
+        };
+        check(serde_json::json!({"port": 80}), Ok("h2c"));
+        check(serde_json::json!({"port": 80, "scheme": "HTTPS"}), Err(TargetError::Http2));
+        check(serde_json::json!({"port": 80, "host": "db"}), Err(TargetError::Http2));
     }
 
     #[test]
@@ -300,7 +330,9 @@ mod tests {
     fn a_target_is_described() {
         let described = |json: serde_json::Value| {
             let container = core::Container::default();
-            Target::of(&serde_json::from_value(json).unwrap(), &container).unwrap().to_string()
+            Target::of(&serde_json::from_value(json).unwrap(), &container, Protocols::default())
+                .unwrap()
+                .to_string()
         };
         assert_eq!(described(serde_json::json!({"tcpSocket": {"port": 80}})), "tcp pod:80");
         let get = serde_json::json!({"httpGet": {"port": 80, "host": "db", "path": "/x", "scheme": "HTTPS"}});

@@ -11,6 +11,7 @@ use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     answer::Answer,
+    ask::Question,
     canary,
     handle::{AskError, Command, Explained, LookView, ProbeView, ToleratedView, Wanted},
     ids::Id,
@@ -24,7 +25,8 @@ impl Probes {
     pub(super) fn on_command(&mut self, command: Command) {
         match command {
             Command::List(reply) => {
-                let mut list: Vec<ProbeView> = self.workers.iter().map(|(_, worker)| view(worker)).collect();
+                let mut list: Vec<ProbeView> =
+                    self.workers.iter().map(|(_, worker)| self.view(worker)).collect();
                 list.sort_by(|a, b| {
                     (&a.namespace, &a.pod, &a.container, a.kind).cmp(&(
                         &b.namespace,
@@ -62,15 +64,17 @@ impl Probes {
     /// Runs a check outside the timetable, and explains the results.
     fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, AskError>>) {
         let Some(worker) = self.workers.get(id) else { return };
-        let probe = view(worker);
-        let Some(question) = worker.question() else {
+        let probe = self.view(worker);
+        let Some(question) = worker.question().map(|question| Question { kept: None, ..question }) else {
             let error = AskError::NotFound("the container has not run yet".to_owned());
             let _ = reply.send(Err(error));
             return;
         };
         let mut explanation = Vec::new();
         if let Some(why) = &probe.fallback {
-            explanation.push(format!("the kernel cannot answer: {why}"));
+            let who =
+                if worker.wants_direct() { "helper cannot run the command" } else { "kernel cannot answer" };
+            explanation.push(format!("the {who}: {why}"));
         }
         let kernel = worker.in_kernel().map(|(netns, port)| (Arc::clone(netns), port));
         let Some((netns, port)) = kernel else {
@@ -119,9 +123,19 @@ impl Probes {
             let _ = reply.send(Ok(explained(probe, found, started.elapsed(), explanation)));
         });
     }
+    /// Describes the current state of a probe.
+    fn view(&self, worker: &Worker) -> ProbeView {
+        let direct = self.probers.direct().filter(|_| worker.wants_direct());
+        let reason = direct.zip(worker.container_id.as_deref()).and_then(|(direct, id)| direct.reason(id));
+        let view = view(worker);
+        match reason {
+            Some(why) => ProbeView { mode: worker.target.mode(), fallback: Some(why), ..view },
+            None => view,
+        }
+    }
 }
 
-/// Describes the current state of a probe.
+/// Describes the current state of a probe, without the helper's.
 fn view(worker: &Worker) -> ProbeView {
     ProbeView {
         namespace: worker.name.namespace.clone(),

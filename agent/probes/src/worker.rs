@@ -5,10 +5,11 @@ use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 use beelet_policy::probe::{
     EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState,
     listener::{QueueWatch, Sighting, Verdict},
-    settings::{self, TcpMode},
+    settings::{self, Connections, ExecMode, TcpMode},
 };
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
+use tokio::task::AbortHandle;
 
 use super::{
     Settings,
@@ -16,6 +17,7 @@ use super::{
     ask::Question,
     hot::HotState,
     ids::Key,
+    kept::Slot,
     metrics::Metrics,
     target::{Target, TargetError, Timing},
     timetable::{on_grid, phase},
@@ -92,6 +94,16 @@ pub(super) struct Worker {
     /// Number of checks of the edge that came too early.
     pub rechecks: u8,
     pub in_flight: bool,
+    /// The task of the check in flight.
+    pub asking: Option<AbortHandle>,
+    /// Number of changes of the handler or the timeout: answers to an earlier question don't count.
+    pub revision: u64,
+    /// The source of these settings.
+    made_of: Settled,
+    /// True if the helper should run the command.
+    direct: bool,
+    /// Place for a connection that the server keeps open, if the settings allow it.
+    kept: Option<Slot>,
     canary_every: Duration,
     /// Result of the last check.
     pub last: Option<ProbeRecord>,
@@ -111,6 +123,38 @@ pub(super) struct Tolerated {
     /// Time of the most recent one, on the clock of `ProbeState`.
     pub last: Option<Duration>,
     in_a_row: u32,
+}
+
+/// The part of a pod's spec that decides a probe's settings.
+#[derive(Clone, Debug, PartialEq)]
+struct Settled {
+    probe: core::Probe,
+    /// True if the container has a startup probe for which this probe waits.
+    waits: bool,
+    annotations: [Option<String>; 2],
+}
+
+impl Settled {
+    fn of(pod: &core::Pod, container: &core::Container, kind: ProbeKind, probe: &core::Probe) -> Self {
+        let all = pod.metadata.annotations.as_ref();
+        let annotation = |name: &str| all.and_then(|all| all.get(name)).cloned();
+        Self {
+            probe: probe.clone(),
+            waits: container.startup_probe.is_some() && kind != ProbeKind::Startup,
+            annotations: settings::annotations_of(&container.name).map(|name| annotation(&name)),
+        }
+    }
+}
+
+/// Extent of a change of a running container's probe (KEP-6318).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// Only thresholds, delays or the like.
+    Counting,
+    /// The time between two checks, at least.
+    Period,
+    /// The handler or the timeout: answers in flight are for another question.
+    Question,
 }
 
 impl Tolerated {
@@ -139,10 +183,11 @@ impl Worker {
         node: &Settings,
         metrics: &Metrics,
     ) -> Result<Self, TargetError> {
-        let target = Target::of(probe, container)?;
         let annotations = pod.metadata.annotations.clone().unwrap_or_default();
         let (own, mut problems) = settings::read(&annotations, &container.name, key.kind);
-        let waits = container.startup_probe.is_some() && key.kind != ProbeKind::Startup;
+        let target = Target::of(probe, container, own.protocols)?;
+        let made_of = Settled::of(pod, container, key.kind, probe);
+        let waits = made_of.waits;
         let edge_policy: EdgePolicy = own.edge_policy.unwrap_or(node.edge_policy);
         let params = ProbeParams::from_probe(probe, waits, edge_policy);
         let mode = own.mode.unwrap_or(if node.tcp_by_kernel { TcpMode::Kernel } else { TcpMode::Connect });
@@ -186,6 +231,11 @@ impl Worker {
             edge: None,
             rechecks: 0,
             in_flight: false,
+            asking: None,
+            revision: 0,
+            made_of,
+            direct: own.exec.unwrap_or(node.exec) == ExecMode::Direct,
+            kept: (own.connections.unwrap_or(node.connections) == Connections::Reuse).then(Slot::default),
             canary_every: if key.kind == ProbeKind::Liveness { canary } else { Duration::ZERO },
             last: None,
             since: None,
@@ -195,6 +245,61 @@ impl Worker {
             name,
             key,
         })
+    }
+
+    /// Returns true if the probe is the one that this container of the pod has now.
+    pub(super) fn is_of(&self, pod: &core::Pod, container: &core::Container, probe: &core::Probe) -> bool {
+        let Settled { probe: known, waits, annotations } = &self.made_of;
+        let all = pod.metadata.annotations.as_ref();
+        // Called at every change of the pod's status: nothing is copied.
+        known == probe
+            && *waits == (container.startup_probe.is_some() && self.key.kind != ProbeKind::Startup)
+            && (all.is_none() && annotations.iter().all(Option::is_none)
+                || settings::annotations_of(&container.name)
+                    .iter()
+                    .zip(annotations)
+                    .all(|(name, known)| all.and_then(|all| all.get(name)) == known.as_ref()))
+    }
+
+    /// Takes over the settings of `new`, which was made for the same container and has not run. Results,
+    /// counts and the container stay, as KEP-6318 demands. The caller schedules the next check.
+    pub(super) fn reconfigure(&mut self, new: Self) -> Change {
+        let other_question = new.target != self.target
+            || new.timeout != self.timeout
+            || (new.wants_kernel, new.direct) != (self.wants_kernel, self.direct);
+        let other_period = new.period != self.period;
+        self.state.reconfigure(new.state.params(), other_question);
+        (self.target, self.timeout, self.period) = (new.target, new.timeout, new.period);
+        (self.wants_kernel, self.direct, self.kept) = (new.wants_kernel, new.direct, new.kept);
+        (self.runtime_class, self.problems, self.made_of) = (new.runtime_class, new.problems, new.made_of);
+        self.hot.queues = new.hot.queues;
+        self.hot.period = settings::period(self.period, self.in_kernel().is_some());
+        if self.canary_every != new.canary_every {
+            self.canary_every = new.canary_every;
+            self.hot.canary_due = if self.canary_every.is_zero() {
+                Duration::MAX
+            } else {
+                now().saturating_add(self.canary_every)
+            };
+        }
+        if other_question {
+            self.revision = self.revision.wrapping_add(1);
+            self.in_flight = false;
+            self.edge = None;
+            if let Some(asking) = self.asking.take() {
+                asking.abort();
+            }
+            Change::Question
+        } else if other_period {
+            Change::Period
+        } else {
+            Change::Counting
+        }
+    }
+
+    /// Returns true if the helper should run the command.
+    pub(super) fn wants_direct(&self) -> bool {
+        self.direct && matches!(self.target, Target::Exec { .. })
     }
 
     /// Returns true if the kernel should answer when possible.
@@ -254,6 +359,7 @@ impl Worker {
         match self.in_kernel() {
             Some((netns, _)) if netns.is_numbered() => "kernel",
             Some(_) => "sock_diag",
+            None if self.wants_direct() => "direct",
             None => self.target.mode(),
         }
     }
@@ -267,6 +373,9 @@ impl Worker {
     /// Starts with another container instance.
     pub(super) fn start(&mut self, id: String, now: Duration) {
         self.container_id = Some(id);
+        if let Some(kept) = &mut self.kept {
+            *kept = Slot::default();
+        }
         self.hot.queues.reset();
         if !self.canary_every.is_zero() {
             // The application gets one interval before its first canary, and the canaries of a node are
@@ -325,6 +434,8 @@ impl Worker {
             pod_ip: self.ip,
             container_id: self.container_id.clone()?,
             within: self.timeout,
+            direct: self.wants_direct(),
+            kept: self.kept.clone(),
         })
     }
 

@@ -2,8 +2,8 @@
 //! `cargo xtask bench probes` runs this program and compares its output, one JSON object per line, with the
 //! bounds.
 //!
-//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: runs NUMBER probes (KIND: kernel, connect, http or
-//!   exec) against that number of listeners, or of containers of a fake runtime, in another process. Prints
+//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: runs NUMBER probes (KIND: kernel, connect, http,
+//!   http-reuse or exec) against that number of listeners, or of containers of a fake runtime, in another process. Prints
 //!   the CPU use of this process in each second, the number of its connections, and the sockets before and
 //!   after.
 //! - `probe_load edges MODE ROUNDS`: the time from listen(2), close(2) and kill -9 to the change of
@@ -23,6 +23,7 @@ use beelet_bpf::{CheckedNetns, Interest, Kernel, KernelOptions};
 use beelet_cri::Runtime;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_policy::probe::settings::{Connections, ExecMode};
 use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult, listener::QueueRule};
 use beelet_probes::{Handle, ProbeView, Probes, Settings};
 use beelet_proto::cri;
@@ -158,10 +159,16 @@ fn serve(number: usize) -> Result<()> {
             while let Ok((mut stream, _)) = listener.accept().await {
                 tokio::spawn(async move {
                     let mut request = [0; 1024];
-                    if matches!(stream.read(&mut request).await, Ok(1..)) {
-                        let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok";
+                    // A request fits into one read.
+                    while let Ok(length @ 1..) = stream.read(&mut request).await {
+                        let asked = String::from_utf8_lossy(&request[..length]).to_lowercase();
+                        let closes = asked.contains("connection: close");
+                        let how = if closes { "Connection: close\r\n" } else { "" };
+                        let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{how}\r\nok");
                         // The client may have closed the connection.
-                        let _ = stream.write_all(answer).await;
+                        if stream.write_all(answer.as_bytes()).await.is_err() || closes {
+                            break;
+                        }
                     }
                 });
             }
@@ -248,7 +255,10 @@ impl Probing {
                 edge_policy: EdgePolicy::Immediate,
                 canary: Duration::ZERO,
                 queue_rule: QueueRule::Room,
+                exec: ExecMode::Runtime,
+                connections: Connections::Fresh,
             },
+            exec_socket: "/nonexistent".into(),
             events: Recorder::default(),
             metrics: beelet_probes::Metrics::default(),
             asking: runtime.handle().clone(),
@@ -315,11 +325,12 @@ fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> 
     let (_server, ports) = server(if kind == "exec" { 0 } else { number })?;
     let mut cri = if kind == "exec" { Some(Other::start(&["runtime", &number.to_string()])?) } else { None };
     let endpoint = cri.as_mut().map(Other::line).transpose()?;
-    let annotation = format!("period={period}ms timeout=1s");
+    let connections = if kind == "http-reuse" { "reuse" } else { "fresh" };
+    let annotation = format!("period={period}ms timeout=1s connections={connections}");
     let pods = (0..number).map(|index| {
         let port = ports.get(index);
         let probe = match kind {
-            "http" => json!({ "httpGet": { "port": port, "path": "/healthz" } }),
+            "http" | "http-reuse" => json!({ "httpGet": { "port": port, "path": "/healthz" } }),
             "exec" => json!({ "exec": { "command": ["true"] } }),
             _ => json!({ "tcpSocket": { "port": port } }),
         };

@@ -12,6 +12,7 @@ mod bpf;
 mod cluster;
 mod density;
 mod devices;
+mod exec;
 mod footprint;
 mod lifecycle;
 mod observe;
@@ -79,6 +80,8 @@ enum What {
     Footprint,
     /// Time from a listener's start or end to the pod's readiness
     Probes,
+    /// Only those rows of `probes` that are about exec and HTTP probes
+    Requests,
     /// Time from low memory to the eviction decision
     Pressure,
     /// Time from a container's end to its next start, and from a manifest to a running pod
@@ -207,7 +210,10 @@ fn percentile(sorted: &[f64], percent: usize) -> f64 {
 /// Runs `cargo xtask bench`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     workdir::heed_signals()?;
-    let whats = if args.what.is_empty() { What::value_variants() } else { &args.what };
+    let mut whats = args.what.clone();
+    if whats.is_empty() {
+        whats.extend(What::value_variants().iter().filter(|what| **what != What::Requests));
+    }
     if let Err(missing) = requires::bpf() {
         bail!("cannot run the benches here: {missing}");
     }
@@ -272,6 +278,7 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
             observe::run(binary, quick, rows)?;
         }
         What::Probes => probes::run(binary, quick, rows)?,
+        What::Requests => probes::connections(binary, quick, rows)?,
         What::Pressure => rows.extend(pressure::run(binary, quick)?),
         What::Lifecycle => lifecycle::run(binary, quick, rows)?,
         What::Simulated => simulated::run(binary, quick, rows)?,
@@ -292,7 +299,14 @@ fn prepare_pods(build: bool) -> Result<()> {
     }
     let step = Step::start("build beelet, optimised");
     if build {
-        step.run(shell::cargo().args(["build", "--release", "--package", "beelet"]))?;
+        step.run(shell::cargo().args([
+            "build",
+            "--release",
+            "--package",
+            "beelet",
+            "--package",
+            "beelet-exec",
+        ]))?;
     }
     images::testapp()?;
     step.done("");

@@ -62,7 +62,28 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
             .beside("connect, 1 s", field(&polled, "kill_ms")),
     ]);
     rows.extend(latencies(&driver, quick)?);
-    costs(&driver, quick, rows)
+    costs(&driver, quick, rows)?;
+    rows.push(super::exec::run(binary, quick)?);
+    Ok(())
+}
+
+/// Adds only the rows of exec probes on real pods, and of HTTP probes that reuse connections.
+pub(super) fn connections(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
+    rows.extend(http(&Driver::build()?, quick)?);
+    rows.push(super::exec::run(binary, quick)?);
+    Ok(())
+}
+
+/// Returns the rows of 1,000 HTTP probes per second, with connections that are used again.
+fn http(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
+    let seconds = if quick { "3" } else { "30" };
+    let reuse = driver.run(&["cost", "http-reuse", "1000", "1000", seconds])?;
+    let fresh = driver.run(&["cost", "http", "1000", "1000", seconds])?;
+    Ok(vec![
+        Row::by_median("probes", "cpu_1000_http_1s", "% core", field(&reuse, "percent"), 5.0)
+            .beside("fresh", field(&fresh, "percent")),
+        left("time_wait_1000_http", ["time_wait_before", "time_wait_after"], &reuse, &fresh),
+    ])
 }
 
 /// Closes and opens a pod's listener repeatedly. Returns the milliseconds from right before listen(2) until
@@ -194,15 +215,16 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let seconds = if quick { "3" } else { "30" };
     let http = driver.run(&["cost", "http", "1000", "10000", seconds])?;
     rows.push(Row::new("probes", "cpu_1000_http_10s", "% core", field(&http, "percent"), 10.0));
+    rows.extend(self::http(driver, quick)?);
     let exec = driver.run(&["cost", "exec", "100", "10000", seconds])?;
     rows.push(Row::new("probes", "cpu_100_exec_10s", "% core", field(&exec, "percent"), 10.0));
     Ok(())
 }
 
-/// Returns by how much the number of sockets of a kind, as counted by `ss -s`, is higher after polls of the
-/// kernel mode than before.
-fn left(row: &'static str, names: [&str; 2], kernel: &[Value], connect: &[Value]) -> Row {
-    let [before, after] = names.map(|name| field(kernel, name));
+/// Returns by how much the number of sockets of a kind, as counted by `ss -s`, is higher after the polls of the
+/// first way than before; and the same of the second way, by connecting.
+fn left(row: &'static str, names: [&str; 2], first: &[Value], connect: &[Value]) -> Row {
+    let [before, after] = names.map(|name| field(first, name));
     let more = before.iter().zip(&after).map(|(before, after)| after - before).collect();
     Row::new("probes", row, "", more, 0.0)
         .beside("before", before)

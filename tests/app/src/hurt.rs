@@ -13,9 +13,13 @@
 //!   once.
 //! - `hurt shout BYTES` writes one endless line: zeroes, halves of characters, escape sequences.
 //! - `hurt probe never|daemon WORD` are probes that ignore signals, and that leave a daemon behind.
+//! - `hurt watch FILE` looks at the processes that enter the container, tries to write to them and to their
+//!   programs, and appends everything that it can find out to FILE, a line each.
 //! - `hurt http [KIND PORT] …` answers HTTP badly: see [`http`].
 //!
 //! Commands that end by themselves exit with 0. SIGTERM does not end any of them.
+
+mod watch;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, mkdirat, mknodat, openat, symlinkat, unlinkat};
 use std::ffi::{CString, OsStr, OsString};
@@ -72,6 +76,7 @@ pub(super) fn run(arguments: &[String]) -> Result<(), String> {
             rustix::process::setsid().map_err(text)?;
             super::forever()
         }
+        ["watch", file] => watch::run(Path::new(file)),
         ["http", pairs @ ..] => http(pairs),
         _ => Err("usage: see the head of tests/app/src/hurt.rs".to_owned()),
     }

@@ -9,6 +9,7 @@
 //!   the third starts a process without a parent, in its own session.
 //! - `testapp script FILE …` is the interpreter of scripts with `#!/bin/testapp script`: the words after the
 //!   file's name are its arguments.
+//! - `testapp report` prints its own identity: see `report`.
 //! - `testapp hurt …` attacks the node as far as permitted: see `hurt`.
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour:
 //!   see `latency`.
@@ -22,6 +23,7 @@
 
 mod hurt;
 mod latency;
+mod report;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::{ClockId, clock_gettime};
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Some("probe") => probe(&arguments[1..]),
         Some("script") => probe(arguments.get(2..).unwrap_or_default()),
         Some("hurt") => hurt::run(&arguments[1..]),
+        Some("report") => report::run(),
         Some("latency") => latency::run(&arguments[1..]),
         Some("hog") => latency::hog(&arguments[1..]),
         _ => Err("usage: testapp pause | probe ok|fail|hang WORD | script FILE … | hurt … | latency … | hog … | serve [--tcp PORT] [--http PORT] \

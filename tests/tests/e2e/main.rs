@@ -7,6 +7,7 @@ mod confinement;
 mod copy;
 mod density;
 mod devices;
+mod exec;
 mod fields;
 mod harness;
 mod hostile;

@@ -209,6 +209,10 @@ pub struct ProbeState {
     run: u32,
     on_hold: bool,
     startup_succeeded: bool,
+    /// The initial delay of the current container: a change after its first outcome has no effect.
+    delay: Duration,
+    /// True once an outcome of the current container has counted.
+    has_counted: bool,
 }
 
 impl ProbeState {
@@ -224,7 +228,23 @@ impl ProbeState {
             run: 0,
             on_hold: false,
             startup_succeeded: false,
+            delay: params.initial_delay,
+            has_counted: false,
         }
+    }
+
+    /// Applies changed settings of a running pod's probe; `other_question` is true if the handler or the
+    /// timeout has changed. The published state stays as it is. The run of equal outcomes starts again if
+    /// a threshold, the handler or the timeout has changed (KEP-6318, "Kubelet Behavior").
+    pub fn reconfigure(&mut self, params: &ProbeParams, other_question: bool) {
+        let thresholds = |params: &ProbeParams| (params.success_threshold, params.failure_threshold);
+        if other_question || thresholds(&self.params) != thresholds(params) {
+            self.run = 0;
+        }
+        if !self.has_counted {
+            self.delay = params.initial_delay;
+        }
+        self.params = params.clone();
     }
 
     /// Resumes a probe from the state of an earlier agent, so that nothing flips.
@@ -257,6 +277,12 @@ impl ProbeState {
         &self.params
     }
 
+    /// Returns true once an outcome of the current container has counted.
+    #[must_use]
+    pub const fn has_counted(&self) -> bool {
+        self.has_counted
+    }
+
     /// Records that a container runs since `started_at`, the first one or one after a restart. Ends a hold
     /// and always publishes the first value (the new container had no value before). The startup gate closes;
     /// the run of equal outcomes carries over. Returns `None` only while the pod is being deleted.
@@ -267,6 +293,8 @@ impl ProbeState {
         self.subject = Subject::Running(started_at);
         self.on_hold = false;
         self.startup_succeeded = false;
+        self.delay = self.params.initial_delay;
+        self.has_counted = false;
         self.published = self.kind.initial();
         Some(self.transition(now, false))
     }
@@ -324,7 +352,7 @@ impl ProbeState {
         };
         if self.on_hold {
             Some(Suspension::Settled)
-        } else if now.saturating_sub(started_at) < self.params.initial_delay {
+        } else if now.saturating_sub(started_at) < self.delay {
             Some(Suspension::InitialDelay)
         } else if self.params.waits_for_startup && !self.startup_succeeded && self.kind != ProbeKind::Startup
         {
@@ -349,6 +377,7 @@ impl ProbeState {
         if outcome == Outcome::Error || !self.due(now) {
             return None;
         }
+        self.has_counted = true;
         self.run = if self.last == outcome { self.run.saturating_add(1) } else { 1 };
         self.last = outcome;
         let threshold = match outcome {
@@ -373,6 +402,7 @@ impl ProbeState {
             return self.record(now, outcome);
         }
         // The edge acts as the last of a full row: undoing it takes a new row.
+        self.has_counted = true;
         self.last = outcome;
         self.run = if listening { 1 } else { self.params.failure_threshold.max(1) };
         self.settle(now, outcome)
@@ -476,6 +506,57 @@ mod tests {
     #[test]
     fn the_run_carries_over_into_a_new_container() {
         check(ProbeKind::Liveness, &params(1, 3), "RffRf", "0+ 3+ 4-!");
+    }
+
+    #[test]
+    fn changed_settings_keep_the_result_and_restart_the_count() {
+        let mut state = ProbeState::new(ProbeKind::Readiness, &params(1, 3));
+        state.container_started(at(0), at(0));
+        assert_eq!(state.record(at(1), Outcome::Success).map(|t| t.result), Some(ProbeResult::Success));
+        let fail = |state: &mut ProbeState, times| -> Vec<bool> {
+            (0..times).map(|n| state.record(at(10 + n), Outcome::Failure).is_some()).collect()
+        };
+        assert_eq!(fail(&mut state, 2), [false, false]);
+        // The same thresholds (another period, another grace period): the count goes on.
+        state.reconfigure(&params(1, 3), false);
+        assert_eq!(state.published(), ProbeResult::Success);
+        assert_eq!(fail(&mut state, 1), [true]);
+        assert!(state.record(at(20), Outcome::Success).is_some());
+        assert_eq!(fail(&mut state, 2), [false, false]);
+        // Another handler or threshold: the count restarts, and the result stays.
+        state.reconfigure(&params(1, 3), true);
+        assert_eq!(fail(&mut state, 3), [false, false, true]);
+        assert!(state.record(at(30), Outcome::Success).is_some());
+        assert_eq!(fail(&mut state, 1), [false]);
+        state.reconfigure(&params(1, 2), false);
+        assert_eq!(state.published(), ProbeResult::Success);
+        assert_eq!(fail(&mut state, 2), [false, true]);
+    }
+
+    #[test]
+    fn a_changed_initial_delay_counts_until_the_first_outcome() {
+        let with = |seconds| ProbeParams { initial_delay: at(seconds), ..params(1, 1) };
+        let mut state = ProbeState::new(ProbeKind::Readiness, &with(100));
+        state.container_started(at(0), at(0));
+        assert!(!state.due(at(5)));
+        state.reconfigure(&with(2), false);
+        assert!(state.due(at(5)));
+        state.record(at(5), Outcome::Success);
+        state.reconfigure(&with(50), false);
+        assert!(state.due(at(6)), "no effect for this container");
+        state.container_started(at(60), at(60));
+        assert!(!state.due(at(70)), "but for the next");
+    }
+
+    #[test]
+    fn a_startup_probe_changed_after_its_success_is_for_the_next_container() {
+        let mut state = ProbeState::new(ProbeKind::Startup, &params(1, 1));
+        state.container_started(at(0), at(0));
+        assert!(state.record(at(1), Outcome::Success).is_some());
+        state.reconfigure(&params(1, 5), true);
+        assert_eq!((state.published(), state.due(at(2))), (ProbeResult::Success, false));
+        state.container_started(at(3), at(3));
+        assert!(state.due(at(4)));
     }
 
     #[test]

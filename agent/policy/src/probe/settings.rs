@@ -1,5 +1,5 @@
 //! Probe settings in a pod's annotations that `v1.Probe` lacks: the mode of tcpSocket probes, durations in
-//! milliseconds, the effect of an edge, the interval of canaries.
+//! milliseconds, the effect of an edge, the interval of canaries, how commands run and connections are made.
 //!
 //! `beelet.dev/probes` applies to the whole pod, `probes.beelet.dev/<container>` to one container and wins.
 //! The value is a list of `key=value`, separated by spaces or commas. A key applies to all three kinds, or to
@@ -8,8 +8,10 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 use beelet_units::duration;
+use serde::{Deserialize, Serialize};
+
+use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 
 /// The annotation for all containers of a pod.
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
@@ -32,6 +34,38 @@ pub enum TcpMode {
     Connect,
 }
 
+/// The part of the node that runs the command of an exec probe.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExecMode {
+    /// The container runtime, as under a kubelet.
+    #[default]
+    Runtime,
+    /// The helper `beelet-exec`, where it can reproduce the container.
+    Direct,
+}
+
+/// The connections of httpGet and grpc probes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Connections {
+    /// A new connection per check, as under a kubelet.
+    #[default]
+    Fresh,
+    /// A connection that the server keeps open serves several checks.
+    Reuse,
+}
+
+/// The protocol of an httpGet or grpc probe, beyond the fields of `v1.Probe` in Kubernetes 1.36.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Protocols {
+    /// An httpGet probe speaks HTTP/2 without TLS: `httpGet.protocol: HTTP2` (KEP-5999, `H2CContainerProbe`).
+    pub http2: bool,
+    /// A grpc probe speaks TLS and verifies no certificate: `grpc.mode: TLS` (KEP-4939,
+    /// `GRPCContainerProbeTLS`).
+    pub grpc_tls: bool,
+}
+
 /// The settings of one probe from annotations; `None` where no annotation sets them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProbeSettings {
@@ -47,6 +81,12 @@ pub struct ProbeSettings {
     pub canary: Option<Duration>,
     /// The state of the accept queues that fails a probe in kernel mode.
     pub queue_rule: Option<QueueRule>,
+    /// The part that runs a command.
+    pub exec: Option<ExecMode>,
+    /// Connections of httpGet and grpc probes.
+    pub connections: Option<Connections>,
+    /// Protocols of httpGet and grpc probes.
+    pub protocols: Protocols,
 }
 
 /// Returns the rule by which a probe of `kind` judges accept queues. Readiness fails for a stalled listener,
@@ -63,6 +103,18 @@ pub fn queue_rule(kind: ProbeKind, own: &ProbeSettings, of_node: QueueRule, cana
     own.queue_rule.unwrap_or(default)
 }
 
+/// Returns the names of the annotations with settings for a container's probes; the last wins.
+#[must_use]
+pub fn annotations_of(container: &str) -> [String; 2] {
+    [POD_ANNOTATION.to_owned(), format!("{CONTAINER_ANNOTATION}{container}")]
+}
+
+/// Returns true if the annotation only has settings of probes.
+#[must_use]
+pub fn is_of_probes(annotation: &str) -> bool {
+    annotation == POD_ANNOTATION || annotation.starts_with(CONTAINER_ANNOTATION)
+}
+
 /// Reads the settings in `annotations` for a container's probe of `kind`. The second value has one sentence
 /// per invalid item.
 #[must_use]
@@ -72,9 +124,8 @@ pub fn read(
     kind: ProbeKind,
 ) -> (ProbeSettings, Vec<String>) {
     let (mut settings, mut problems) = (ProbeSettings::default(), Vec::new());
-    let of_container = format!("{CONTAINER_ANNOTATION}{container}");
-    for annotation in [POD_ANNOTATION, of_container.as_str()] {
-        let Some(text) = annotations.get(annotation) else { continue };
+    for annotation in annotations_of(container) {
+        let Some(text) = annotations.get(&annotation) else { continue };
         // A setting for one kind wins over one for all, in any order.
         for of_kind in [false, true] {
             for item in text.split([' ', ',', '\n', '\t']).filter(|item| !item.is_empty()) {
@@ -95,7 +146,7 @@ pub fn read(
 fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: bool) -> Result<(), String> {
     let (key, value) = item.split_once('=').ok_or("is not of the form key=value")?;
     let (of, key) = match key.split_once('.') {
-        None => (None, key),
+        None | Some(("httpGet" | "grpc", _)) => (None, key),
         Some((of, key)) => (
             Some(parse_kind(of).ok_or("names an unknown kind of probe (liveness, readiness, startup)")?),
             key,
@@ -114,13 +165,34 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
             let never = duration::parse(value).is_ok_and(|every| every.is_zero());
             settings.canary = Some(if never { Duration::ZERO } else { time(value, SHORTEST_ASKED)? });
         }
-        _ => {
-            return Err(
-                "has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary)".to_owned()
-            );
-        }
+        "exec" => settings.exec = Some(exec(value)?),
+        "connections" => settings.connections = Some(connections(value)?),
+        "httpGet.protocol" => settings.protocols.http2 = one_of(value, "HTTP1", "HTTP2")?,
+        "grpc.mode" => settings.protocols.grpc_tls = one_of(value, "Plaintext", "TLS")?,
+        _ => return Err(format!("has an unknown key (known: {KEYS})")),
     }
     Ok(())
+}
+
+/// All keys.
+const KEYS: &str =
+    "mode, period, timeout, edgePolicy, stalled, canary, exec, connections, httpGet.protocol, grpc.mode";
+
+fn exec(text: &str) -> Result<ExecMode, String> {
+    one_of(text, "runtime", "direct").map(|direct| if direct { ExecMode::Direct } else { ExecMode::Runtime })
+}
+
+fn connections(text: &str) -> Result<Connections, String> {
+    one_of(text, "fresh", "reuse").map(|reuse| if reuse { Connections::Reuse } else { Connections::Fresh })
+}
+
+/// Returns true for the second word, and false for the first.
+fn one_of(text: &str, first: &str, second: &str) -> Result<bool, String> {
+    match text {
+        _ if text == first => Ok(false),
+        _ if text == second => Ok(true),
+        _ => Err(format!("is neither {first} nor {second}")),
+    }
 }
 
 fn parse_kind(text: &str) -> Option<ProbeKind> {
@@ -205,8 +277,12 @@ mod tests {
             edge_policy: Some(EdgePolicy::Threshold),
             canary: Some(Duration::ZERO),
             queue_rule: Some(QueueRule::Accepted),
+            exec: Some(ExecMode::Direct),
+            connections: Some(Connections::Reuse),
+            protocols: Protocols { http2: true, grpc_tls: true },
         };
-        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0 stalled=fail";
+        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0 stalled=fail exec=direct \
+                    connections=reuse liveness.httpGet.protocol=HTTP2 grpc.mode=TLS";
         check(&[(POD_ANNOTATION, text)], ProbeKind::Liveness, expect, &[]);
     }
 
@@ -236,18 +312,19 @@ mod tests {
     #[test]
     fn invalid_items_are_reported_and_the_rest_applies() {
         let expect = ProbeSettings { timeout: Some(Duration::from_secs(1)), ..ProbeSettings::default() };
-        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s stalled=no";
+        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s stalled=no exec=me";
         check(
             &[(POD_ANNOTATION, text)],
             ProbeKind::Liveness,
             expect,
             &[
                 "annotation beelet.dev/probes: \"connect\" is not of the form key=value; it is ignored",
+                "annotation beelet.dev/probes: \"exec=me\" is neither runtime nor direct; it is ignored",
                 "annotation beelet.dev/probes: \"lively.mode=kernel\" names an unknown kind of probe (liveness, readiness, startup); it is ignored",
                 "annotation beelet.dev/probes: \"mode=fast\" is neither kernel nor connect; it is ignored",
                 "annotation beelet.dev/probes: \"period=5ms\" is shorter than 10 ms; it is ignored",
                 "annotation beelet.dev/probes: \"stalled=no\" is neither fail nor pass; it is ignored",
-                "annotation beelet.dev/probes: \"wait=1s\" has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary); it is ignored",
+                "annotation beelet.dev/probes: \"wait=1s\" has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary, exec, connections, httpGet.protocol, grpc.mode); it is ignored",
             ],
         );
     }

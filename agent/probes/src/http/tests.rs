@@ -12,7 +12,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 fn plain(path: &str, headers: &[(&str, &str)]) -> Get {
     let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-    Get { tls: false, path: path.to_owned(), headers }
+    Get { tls: false, http2: false, path: path.to_owned(), headers }
 }
 
 /// Serves one connection after the other with `replies`, in order, and returns the requests.
@@ -39,7 +39,7 @@ async fn run(get_this: &Get, replies: &[&str]) -> (Answer, Vec<String>) {
     let port = listener.local_addr().unwrap().port();
     let replies = replies.iter().map(|reply| reply.replace("PORT", &port.to_string())).collect();
     let server = tokio::spawn(serve(listener, replies, None));
-    let answer = get(get_this, "127.0.0.1", port, &tls::settings().unwrap(), LONG).await;
+    let answer = get(get_this, "127.0.0.1", port, &tls::settings().unwrap(), LONG, None).await;
     (answer, server.await.unwrap())
 }
 
@@ -87,7 +87,7 @@ async fn the_request_has_the_probes_headers() {
 #[tokio::test]
 async fn an_invalid_header_is_the_probes_own_error() {
     let bad = plain("/", &[("no spaces here", "x")]);
-    let answer = get(&bad, "127.0.0.1", 1, &tls::settings().unwrap(), LONG).await;
+    let answer = get(&bad, "127.0.0.1", 1, &tls::settings().unwrap(), LONG, None).await;
     assert_eq!(answer.outcome, Outcome::Error);
 }
 
@@ -130,7 +130,7 @@ async fn https_is_not_verified() {
     let acceptor = beelet_testing::tls::acceptor();
     let server = tokio::spawn(serve(listener, vec![reply("200 OK")], Some(acceptor)));
     let secure = Get { tls: true, ..plain("/", &[]) };
-    let answer = get(&secure, "127.0.0.1", port, &tls::settings().unwrap(), LONG).await;
+    let answer = get(&secure, "127.0.0.1", port, &tls::settings().unwrap(), LONG, None).await;
     assert_eq!((answer.outcome, answer.detail.as_str()), (Outcome::Success, "hi"));
     assert!(server.await.unwrap()[0].starts_with("GET / HTTP/1.1\r\n"));
 }
@@ -140,7 +140,85 @@ async fn an_answer_that_does_not_come_is_a_failure() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let answer =
-        get(&plain("/", &[]), "127.0.0.1", port, &tls::settings().unwrap(), Duration::from_millis(50)).await;
+        get(&plain("/", &[]), "127.0.0.1", port, &tls::settings().unwrap(), Duration::from_millis(50), None)
+            .await;
     assert_eq!(answer.outcome, Outcome::Failure);
     assert!(answer.detail.contains("no answer within 0.05 s"), "{}", answer.detail);
+}
+
+/// Serves any number of requests per connection until the client closes it; counts the connections.
+async fn serve_kept(listener: TcpListener, status: Arc<std::sync::Mutex<&'static str>>) -> usize {
+    let mut connections = 0;
+    while let Ok(Ok((mut stream, _))) = timeout(Duration::from_secs(2), listener.accept()).await {
+        connections += 1;
+        let status = Arc::clone(&status);
+        tokio::spawn(async move {
+            let mut request = vec![0; 4096];
+            while let Ok(1..) = stream.read(&mut request).await {
+                let status = *status.lock().unwrap();
+                if stream.write_all(reply(status).as_bytes()).await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    connections
+}
+
+#[tokio::test]
+async fn a_kept_connection_serves_ten_checks_and_never_decides_a_failure() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let status = Arc::new(std::sync::Mutex::new("200 OK"));
+    let server = tokio::spawn(serve_kept(listener, Arc::clone(&status)));
+    let (tls, slot, request) = (tls::settings().unwrap(), Slot::default(), plain("/", &[]));
+    let ask = || get(&request, "127.0.0.1", port, &tls, LONG, Some(&slot));
+    for _ in 0..20 {
+        assert_eq!(ask().await.outcome, Outcome::Success);
+    }
+    *status.lock().unwrap() = "500 Broken";
+    let failed = ask().await;
+    assert_eq!(failed.detail, "HTTP probe failed with statuscode: 500");
+    *status.lock().unwrap() = "200 OK";
+    assert_eq!(ask().await.outcome, Outcome::Success);
+    // Two for twenty checks. The failure had a fresh one, since ten checks were over, and so had the last.
+    assert_eq!(server.await.unwrap(), 4);
+}
+
+#[tokio::test]
+async fn a_server_that_closes_kept_connections_is_asked_on_a_fresh_one() {
+    let ok = reply("200 OK");
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let server = tokio::spawn(serve(listener, vec![ok.clone(), ok.clone(), ok], None));
+    let (tls, slot, request) = (tls::settings().unwrap(), Slot::default(), plain("/", &[]));
+    for _ in 0..3 {
+        let answer = get(&request, "127.0.0.1", port, &tls, LONG, Some(&slot)).await;
+        assert_eq!(answer, Answer::success("hi"));
+    }
+    assert!(server.await.unwrap().iter().all(|request| !request.contains("onnection: close")));
+}
+
+#[tokio::test]
+async fn a_server_of_http2_without_tls_answers() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let server = tokio::spawn(async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let seen = Arc::new(std::sync::Mutex::new(None));
+        let service = hyper::service::service_fn(|request: Request<Incoming>| {
+            *seen.lock().unwrap() = Some((request.version(), request.uri().clone()));
+            async { Ok::<_, std::convert::Infallible>(Response::new(Empty::<Bytes>::new())) }
+        });
+        let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+            .serve_connection(TokioIo::new(stream), service)
+            .await;
+        seen.lock().unwrap().clone().unwrap()
+    });
+    let request = Get { http2: true, ..plain("/healthz", &[("Connection", "close"), ("Host", "x")]) };
+    let answer = get(&request, "127.0.0.1", port, &tls::settings().unwrap(), LONG, None).await;
+    assert_eq!(answer.outcome, Outcome::Success, "{answer:?}");
+    let (version, uri) = server.await.unwrap();
+    assert_eq!(version, http::Version::HTTP_2);
+    assert_eq!(uri.to_string(), format!("http://127.0.0.1:{port}/healthz"));
 }

@@ -7,6 +7,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
+mod exec;
 mod floods;
 mod frozen;
 mod mounts;

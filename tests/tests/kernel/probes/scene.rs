@@ -4,6 +4,7 @@ use crate::place::Place;
 use beelet_bpf::{Interest, Kernel};
 use beelet_model::request::{ProbeUpdate, Request};
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_policy::probe::settings::{Connections, ExecMode};
 use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult, listener::QueueRule};
 use beelet_probes::{Handle, ProbeView, Probes, Settings, Wanted};
 use beelet_state::events::Recorder;
@@ -106,6 +107,8 @@ fn settings() -> Settings {
         edge_policy: EdgePolicy::Immediate,
         canary: Duration::ZERO,
         queue_rule: QueueRule::Room,
+        exec: ExecMode::Runtime,
+        connections: Connections::Fresh,
     }
 }
 
@@ -250,6 +253,7 @@ fn start(
         settings: settings(),
         events: events.clone(),
         metrics: beelet_probes::Metrics::default(),
+        exec_socket: "/nonexistent".into(),
         asking: runtime.handle().clone(),
     });
     runtime.spawn(task.run(shutdown.clone()));

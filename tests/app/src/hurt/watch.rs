@@ -1,0 +1,59 @@
+//! Looks at every process that enters the container: a command of the node's agent is one on its way in, for
+//! a moment with the agent's own program.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use super::text;
+
+/// Name of the helper's processes.
+const HELPER: &str = "beelet-exec";
+
+pub(super) fn run(file: &Path) -> Result<(), String> {
+    let mut log = OpenOptions::new().create(true).append(true).open(file).map_err(text)?;
+    let own = std::process::id().to_string();
+    writeln!(log, "watching").map_err(text)?;
+    loop {
+        for entry in fs::read_dir("/proc").map_err(text)?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name == "1" || name == own || name.parse::<u32>().is_err() {
+                continue;
+            }
+            let dir = entry.path();
+            // Everything is read and opened before it is judged: the process has the helper's program only
+            // for a moment.
+            let program = OpenOptions::new().write(true).open(dir.join("exe"));
+            let memory = OpenOptions::new().read(true).write(true).open(dir.join("mem"));
+            let link = fs::read_link(dir.join("exe"));
+            let status = fs::read_to_string(dir.join("status")).unwrap_or_default();
+            let files: Vec<String> = fs::read_dir(dir.join("fd"))
+                .map(|all| all.flatten().filter_map(|fd| fs::read_link(fd.path()).ok()))
+                .map(|all| all.map(|target| target.display().to_string()).collect())
+                .unwrap_or_default();
+            let environment = fs::read(dir.join("environ")).unwrap_or_default();
+            let is_helper = status.starts_with(&format!("Name:\t{HELPER}\n"))
+                || link.as_ref().is_ok_and(|link| link.to_string_lossy().contains(HELPER));
+            if !is_helper {
+                continue;
+            }
+            if let Ok(program) = program {
+                let written = program.write_at(b"#!/bin/sh", 0);
+                writeln!(log, "program opened, written: {written:?}").map_err(text)?;
+            }
+            if memory.is_ok() {
+                writeln!(log, "memory opened").map_err(text)?;
+            }
+            let field = |name: &str| {
+                status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned()
+            };
+            let (permitted, bounding, uid) = (field("CapPrm:"), field("CapBnd:"), field("Uid:"));
+            writeln!(log, "seen uid={uid} permitted={permitted} bounding={bounding} files={files:?}")
+                .map_err(text)?;
+            if !environment.is_empty() {
+                writeln!(log, "environment of {} bytes", environment.len()).map_err(text)?;
+            }
+        }
+    }
+}
