@@ -1,5 +1,5 @@
-//! In-place resize: pods that change only their cpu and memory, or their containers', keep running with new
-//! amounts (KEP-1287, KEP-5419).
+//! In-place changes: pods that change only their cpu and memory, or their containers', keep running with new
+//! amounts (KEP-1287, KEP-5419), and so do pods that change only their probes (KEP-6318).
 //!
 //! A changed manifest is another pod, with another UID. Its [`shape`] shows whether it is the running pod
 //! with other amounts: a digest of all other fields, which the sandbox carries as an annotation, so that a
@@ -8,7 +8,7 @@
 use std::{collections::BTreeMap, fmt::Write as _};
 
 use beelet_codec::ApiType as _;
-use beelet_policy::resources::qos::qos_class;
+use beelet_policy::{probe::settings, resources::qos::qos_class};
 use k8s_openapi::{
     api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
     apimachinery::pkg::api::resource::Quantity,
@@ -134,8 +134,28 @@ pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Optio
     }
 }
 
-/// Computes a digest of a pod without the amounts that may change while it runs: cpu and memory of its
-/// containers, which restart for a change if their `resizePolicy` requires it. The QoS class may not
+/// Copies the probes of `other`, another state of the same pod, and their annotations to `pod`.
+pub fn copy_probes(pod: &mut Pod, other: &Pod) {
+    if let Some(annotations) = &mut pod.metadata.annotations {
+        annotations.retain(|key, _| !settings::is_of_probes(key));
+    }
+    for (key, value) in
+        other.metadata.annotations.iter().flatten().filter(|(key, _)| settings::is_of_probes(key))
+    {
+        pod.metadata.annotations.get_or_insert_default().insert(key.clone(), value.clone());
+    }
+    let Some(spec) = &mut pod.spec else { return };
+    for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
+        if let Some(new) = containers(other).find(|new| new.name == container.name) {
+            container.liveness_probe.clone_from(&new.liveness_probe);
+            container.readiness_probe.clone_from(&new.readiness_probe);
+            container.startup_probe.clone_from(&new.startup_probe);
+        }
+    }
+}
+
+/// Computes a digest of a pod without the parts that may change while it runs: its probes; cpu and memory of
+/// its containers, which restart for a change if their `resizePolicy` requires it. The QoS class may not
 /// change, and no amount may be added or removed.
 pub fn shape(pod: &Pod) -> String {
     let class = qos_class(pod).map(beelet_policy::resources::qos::QosClass::as_str).unwrap_or_default();
@@ -146,7 +166,12 @@ pub fn shape(pod: &Pod) -> String {
     rest.metadata.deletion_timestamp = None;
     rest.metadata.deletion_grace_period_seconds = None;
     if let Some(annotations) = &mut rest.metadata.annotations {
-        annotations.retain(|key, _| key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
+        annotations.retain(|key, _| {
+            key != ANNOTATION_HASH && key != ANNOTATION_SEEN && !settings::is_of_probes(key)
+        });
+        if annotations.is_empty() {
+            rest.metadata.annotations = None;
+        }
     }
     if let Some(spec) = &mut rest.spec {
         // The priority has another source, and its change does not replace the pod.
@@ -155,7 +180,11 @@ pub fn shape(pod: &Pod) -> String {
         spec.ephemeral_containers = None;
         blank(&mut spec.resources);
         let containers = spec.init_containers.iter_mut().flatten().chain(&mut spec.containers);
-        containers.for_each(|container| blank(&mut container.resources));
+        for container in containers {
+            blank(&mut container.resources);
+            (container.liveness_probe, container.readiness_probe, container.startup_probe) =
+                (None, None, None);
+        }
     }
     let digest = Sha256::new().chain_update(class).chain_update(rest.to_json()).finalize();
     digest[..16].iter().fold(String::with_capacity(32), |mut text, byte| {
@@ -214,6 +243,10 @@ mod tests {
             pod["metadata"]["annotations"][ANNOTATION_HASH] = json!("2");
             pod["spec"]["priority"] = json!(7);
         });
+        check(true, "a probe", |pod| {
+            pod["spec"]["containers"][0]["livenessProbe"] = json!({"tcpSocket": {"port": 80}});
+            pod["metadata"]["annotations"]["beelet.dev/probes"] = json!("period=1s");
+        });
         check(true, "a debugger", |pod| pod["spec"]["ephemeralContainers"] = json!([{"name": "debugger"}]));
     }
 
@@ -235,6 +268,23 @@ mod tests {
         let request = |c: &Container| c.resources.clone().unwrap().requests.map(|all| all["cpu"].0.clone());
         assert_eq!(request(&spec.containers[0]).as_deref(), Some("100m"));
         assert!(spec.containers[1].resources.is_some(), "of this one nothing was accepted yet");
+    }
+
+    #[test]
+    fn probes_and_their_annotations_are_copied() {
+        let mut has = pod(|pod| {
+            pod["spec"]["containers"][0]["livenessProbe"] = json!({"tcpSocket": {"port": 80}});
+            pod["metadata"]["annotations"]["beelet.dev/probes"] = json!("period=1s");
+        });
+        let wanted = pod(|pod| {
+            pod["spec"]["containers"][0]["startupProbe"] = json!({"tcpSocket": {"port": 81}});
+            pod["metadata"]["annotations"]["probes.beelet.dev/main"] = json!("period=2s");
+            resources(pod)["requests"]["cpu"] = json!("200m");
+        });
+        copy_probes(&mut has, &wanted);
+        assert!(!same_amounts(&has, &wanted));
+        copy_amounts(&mut has, &wanted);
+        assert_eq!(has, wanted);
     }
 
     #[test]

@@ -209,8 +209,8 @@ impl Manager {
     }
 }
 
-/// Returns the desired pods by UID. A desired pod that differs from a present pod only in amounts that can be
-/// resized in place gets the UID of the present pod.
+/// Returns the desired pods by UID. A desired pod that differs from a present pod only in probes, and in amounts
+/// that can be resized in place, gets the UID of the present pod.
 fn identified(
     pods: &Pods,
     desired: &Desired,
@@ -261,7 +261,11 @@ fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>
             if hash_of(&pod) == hash_of(&managed.pod) {
                 resizing::want_nothing(managed);
                 managed.pod = pod;
+            } else if resize::same_amounts(&pod, &managed.pod) {
+                // Only the probes have changed.
+                resizing::update(managed, &pod);
             } else {
+                resizing::update_probes(managed, &pod);
                 resizing::want(managed, pod);
             }
             pods.publish(uid);

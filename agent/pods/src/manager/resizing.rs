@@ -1,4 +1,5 @@
-//! In-place resizes of the cpu and memory of running pods: admission decides, the worker applies.
+//! In-place changes of running pods: admission decides on cpu and memory, the worker applies them; probes
+//! change at once.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,6 +12,7 @@ use super::{
     pods::Pods,
 };
 use crate::deps::Deps;
+use beelet_model::{pod::container_of, status::runtime_id};
 use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn};
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
@@ -66,17 +68,57 @@ fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
     true
 }
 
+/// Replaces the probes of a running pod, and nothing else.
+pub(super) fn update_probes(managed: &mut Managed, wanted: &Arc<core::Pod>) {
+    let mut pod = (*managed.pod).clone();
+    resize::copy_probes(&mut pod, wanted);
+    if pod != *managed.pod {
+        replace(managed, Arc::new(pod));
+    }
+}
+
+/// Replaces the pod of a worker.
+fn replace(managed: &mut Managed, pod: Arc<core::Pod>) {
+    keep_started(managed, &pod);
+    managed.pod = pod;
+    let pod = Arc::clone(&managed.pod);
+    managed.control.send_modify(|c| c.updated = Some(pod));
+}
+
+/// Records that the containers that count as started stay so, also with a new startup probe, which is for
+/// the next instance; and forgets the readiness of those whose readiness probe was added or removed
+/// (KEP-6318, "Adding and removing probes").
+fn keep_started(managed: &mut Managed, new: &core::Pod) {
+    let Some(status) = managed.record.status.clone() else { return };
+    let statuses = status.container_statuses.iter().chain(&status.init_container_statuses).flatten();
+    for status in statuses {
+        let (Some(id), Some(before), Some(after)) =
+            (runtime_id(status), container_of(&managed.pod, &status.name), container_of(new, &status.name))
+        else {
+            continue;
+        };
+        let startup = (before.startup_probe.is_some(), after.startup_probe.is_some());
+        if startup == (false, true) && status.started == Some(true) {
+            managed.record.probes.entry(id.to_owned()).or_default().started = Some(true);
+            managed.control.send_if_modified(|c| c.verdicts.started.insert(id.to_owned()));
+        }
+        if before.readiness_probe.is_some() != after.readiness_probe.is_some()
+            && let Some(facts) = managed.record.probes.get_mut(id)
+        {
+            facts.ready = None;
+        }
+    }
+}
+
 /// Updates a running pod. The pod keeps its amounts until its turn for the resize.
 pub(super) fn update(managed: &mut Managed, wanted: &Arc<core::Pod>) {
     if resize::same_amounts(wanted, &managed.pod) {
         want_nothing(managed);
-        managed.pod = Arc::clone(wanted);
+        replace(managed, Arc::clone(wanted));
     } else {
         want(managed, Arc::clone(wanted));
-        managed.pod = with_amounts_of(wanted, &managed.pod);
+        replace(managed, with_amounts_of(wanted, &managed.pod));
     }
-    let pod = Arc::clone(&managed.pod);
-    managed.control.send_modify(|c| c.updated = Some(pod));
 }
 
 /// Returns the wanted pod with the current cpu and memory of `has`.

@@ -24,6 +24,7 @@ mod kills;
 mod manifests;
 pub(crate) mod node;
 mod pinning;
+mod probe_changes;
 mod probes;
 mod records;
 mod resize;
