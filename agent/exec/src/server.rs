@@ -30,12 +30,16 @@ use crate::{
 const SEALS: SealFlags =
     SealFlags::SEAL.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::WRITE);
 
+/// Name of the process: the copy's own is the number of a descriptor.
+const NAME: &std::ffi::CStr = c"beelet-exec";
+
 /// Serves the agent's requests at `socket`, and returns only on an error.
 ///
 /// # Errors
 /// A preparation failed. A failure of one request only ends that request.
 pub fn serve(socket: &Path) -> Result<()> {
     be_sealed()?;
+    rustix::thread::set_name(NAME).context("cannot name this process")?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).context("cannot hide this process")?;
     let single = SingleThread::check().context("cannot count the helper's threads")?;
     let listener = bind(socket)?;
@@ -105,5 +109,7 @@ fn be_sealed() -> Result<()> {
         .context("cannot make the copy executable")?;
     fcntl_add_seals(copy.as_fd(), SEALS).context("cannot seal the copy")?;
     let mut command = Command::new(format!("/proc/self/fd/{}", copy.as_raw_fd()));
-    Err(command.args(std::env::args_os().skip(1)).exec()).context("cannot execute the sealed copy")
+    // A container that may trace an entering process could read this environment.
+    Err(command.args(std::env::args_os().skip(1)).env_clear().exec())
+        .context("cannot execute the sealed copy")
 }

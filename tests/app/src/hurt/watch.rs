@@ -3,6 +3,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
@@ -10,12 +11,22 @@ use super::text;
 
 /// Name of the helper's processes.
 const HELPER: &str = "beelet-exec";
+/// Maximum number of programs to hold at a time.
+const MOST: usize = 100;
 
 pub(super) fn run(file: &Path) -> Result<(), String> {
     let mut log = OpenOptions::new().create(true).append(true).open(file).map_err(text)?;
     let own = std::process::id().to_string();
     writeln!(log, "watching").map_err(text)?;
+    // Programs of processes that may have ended since: a program that runs can't be opened for writing.
+    let mut held: Vec<fs::File> = Vec::new();
     loop {
+        for program in held.drain(..) {
+            let again = format!("/proc/self/fd/{}", program.as_raw_fd());
+            let opened = OpenOptions::new().write(true).open(again);
+            let written = opened.map(|program| program.write_at(b"#!/bin/sh", 0));
+            writeln!(log, "program held, opened, written: {written:?}").map_err(text)?;
+        }
         for entry in fs::read_dir("/proc").map_err(text)?.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             if name == "1" || name == own || name.parse::<u32>().is_err() {
@@ -25,6 +36,7 @@ pub(super) fn run(file: &Path) -> Result<(), String> {
             // Everything is read and opened before it is judged: the process has the helper's program only
             // for a moment.
             let program = OpenOptions::new().write(true).open(dir.join("exe"));
+            let readable = fs::File::open(dir.join("exe"));
             let memory = OpenOptions::new().read(true).write(true).open(dir.join("mem"));
             let link = fs::read_link(dir.join("exe"));
             let status = fs::read_to_string(dir.join("status")).unwrap_or_default();
@@ -38,6 +50,7 @@ pub(super) fn run(file: &Path) -> Result<(), String> {
             if !is_helper {
                 continue;
             }
+            held.extend(readable.ok().filter(|_| held.len() < MOST));
             if let Ok(program) = program {
                 let written = program.write_at(b"#!/bin/sh", 0);
                 writeln!(log, "program opened, written: {written:?}").map_err(text)?;

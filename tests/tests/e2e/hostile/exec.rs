@@ -48,21 +48,33 @@ fn a_replaced_shell_that_executes_the_entering_program_gets_a_sealed_copy() {
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     let program = helper::binary().unwrap();
     let before = std::fs::read(&program).unwrap();
-    let mut pod = with_folder(probed("shell", &["/hole/sh", "-c", "true"]), &hole);
+    // The copy of the helper takes the script's path for its socket, and stays until the probe's timeout.
+    let mut pod = with_folder(probed("shell", &["/hole/sh"]), &hole);
+    for (field, value) in [("timeoutSeconds", 3), ("periodSeconds", 600)] {
+        pod["spec"]["containers"][0]["readinessProbe"][field] = json!(value);
+    }
     // The container's own process looks for the helper's, and writes to its program.
     pod["spec"]["containers"][0]["command"] = json!(["/bin/testapp", "hurt", "watch", "/hole/log"]);
+    // A dynamic program needs the machine's libraries.
+    for (number, folder) in ["/lib64", "/lib/x86_64-linux-gnu"].iter().enumerate() {
+        let Ok(path) = std::fs::canonicalize(folder) else { continue };
+        let name = format!("lib{number}");
+        let list = |list: &mut Value, one: Value| list.as_array_mut().unwrap().push(one);
+        list(&mut pod["spec"]["volumes"], json!({ "name": name, "hostPath": { "path": path } }));
+        let mounts = &mut pod["spec"]["containers"][0]["volumeMounts"];
+        list(mounts, json!({ "name": name, "mountPath": folder, "readOnly": true }));
+    }
+    // Without this the copy, which is not dumpable, hides its program.
+    let pod = manifests::with(pod, "securityContext", json!({ "capabilities": { "add": ["SYS_PTRACE"] } }));
     scene.node.apply(&pod);
     let probe = probe_of(&scene.node, "shell", |probe| !probe["last"].is_null());
-    // The script's interpreter was the sealed copy, which refuses the arguments.
-    assert_eq!(
-        (&probe["mode"], &probe["last"]["outcome"]),
-        (&json!("direct"), &json!("failure")),
-        "{probe:#}"
-    );
-    assert!(probe["last"]["detail"].as_str().unwrap().contains("usage: beelet-exec"), "{probe:#}");
+    assert_eq!(probe["mode"], "direct", "{probe:#}");
+    assert!(probe["last"]["detail"].as_str().unwrap().contains("timed out after 3 s"), "{probe:#}");
     std::thread::sleep(ATTACKED);
     let log = std::fs::read_to_string(hole.join("log")).unwrap();
     let (_, harm) = judged(&log);
+    eprintln!("the container tried: {harm:#?}");
+    assert!(harm.iter().any(|line| line.starts_with("program held")), "no attack took place: {log}");
     assert!(harm.iter().all(|line| !line.contains("written: Ok")), "{harm:?}");
     assert_eq!(std::fs::read(&program).unwrap(), before, "the helper's program on disk has changed");
     assert!(std::fs::metadata(format!("/proc/{}", helper.pid())).is_ok(), "the helper has ended");
@@ -109,10 +121,12 @@ fn a_container_that_may_trace_finds_only_its_own_identity_in_an_entering_process
         "a file is open: {seen:?}"
     );
     assert!(harm.iter().all(|line| !line.contains("written: Ok")), "{harm:?}");
+    assert!(harm.iter().all(|line| !line.starts_with("environment")), "{harm:?}");
     let (seen, harm) = judged(&user);
     eprintln!("user saw {} moments, e.g. {:?}; harm: {harm:?}", seen.len(), seen.first());
     let own = "permitted=0000000000000000 bounding=0000000000000000";
     assert!(seen.iter().all(|line| line.contains(own)), "{seen:?}");
+    assert!(!seen.is_empty(), "the user saw no process of the helper");
     assert_eq!(harm, Vec::<&str>::new(), "a process without SYS_PTRACE reached the helper's");
     scene.end(&["tracer", "user"], Allowance { cpu: ATTACKED / 2, ..Allowance::default() });
 }
@@ -171,6 +185,7 @@ fn commands_that_fork_without_end_or_leave_daemons_end_at_their_timeout() {
         ("shout", vec!["/bin/testapp", "hurt", "shout", &shout]),
         ("daemon", vec!["/bin/testapp", "hurt", "probe", "daemon", &words[1]]),
         ("bomb", vec!["/bin/sh", "-c", &bomb, &words[2]]),
+        ("itself", vec!["/bin/testapp", "hurt", "bomb"]),
     ];
     for (name, command) in &commands {
         let mut pod = probed(name, command);
@@ -178,10 +193,14 @@ fn commands_that_fork_without_end_or_leave_daemons_end_at_their_timeout() {
         pod["spec"]["containers"][0]["readinessProbe"]["periodSeconds"] = json!(2);
         scene.node.apply(&pod);
     }
-    for name in ["never", "bomb"] {
+    // A shell gives up when it can't fork any more.
+    for name in ["never", "bomb", "itself"] {
         let probe = probe_of(&scene.node, name, |probe| !probe["last"].is_null());
-        assert_eq!(probe["mode"], "direct", "{probe:#}");
-        assert!(probe["last"]["detail"].as_str().unwrap().contains("timed out"), "{probe:#}");
+        assert_eq!(
+            (&probe["mode"], &probe["last"]["outcome"]),
+            (&json!("direct"), &json!("failure")),
+            "{probe:#}"
+        );
     }
     let probe = probe_of(&scene.node, "shout", |probe| !probe["last"].is_null());
     assert!(probe["last"]["detail"].as_str().unwrap().len() <= 64 << 10, "the output has no bound");
@@ -189,7 +208,10 @@ fn commands_that_fork_without_end_or_leave_daemons_end_at_their_timeout() {
     assert!(processes(&words[0]) <= 6, "{} processes of a probe that never ends", processes(&words[0]));
     assert!(processes(&words[1]) <= LIMIT);
     scene.another_comes_and_goes();
-    scene.end(&["never", "shout", "daemon", "bomb"], Allowance { cpu: ATTACKED / 2, ..Allowance::default() });
+    scene.end(
+        &["never", "shout", "daemon", "bomb", "itself"],
+        Allowance { cpu: ATTACKED / 2, ..Allowance::default() },
+    );
     assert_eq!(words.map(|word| processes(&word)), [0, 0, 0]);
     assert_eq!(leaves(&scene.node), Vec::<std::path::PathBuf>::new());
 }

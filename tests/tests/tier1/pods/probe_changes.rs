@@ -52,7 +52,9 @@ async fn a_manifest_of_which_only_probes_change_keeps_its_pod() {
     check_same(&node, &first, &node.until_ready("web").await);
     node.apply(&probed(&[("readiness", &bad)]));
     check_same(&node, &first, &node.until_pod("web", "to be unready", |pod| !pod.ready()).await);
-    let expected = ["updated", "updated", "removed", "added"];
+    node.until("the event", |_| (changes(&node).len() == 3).then_some(())).await;
+    // Equal events are counted, not repeated.
+    let expected = ["updated", "removed", "added"];
     assert_eq!(changes(&node), expected.map(|action| format!("Container main: readiness probe {action}")));
     // A liveness probe that fails restarts the container, but its addition alone does not.
     node.apply(&probed(&[("liveness", &good)]));
@@ -103,9 +105,9 @@ async fn a_patch_of_the_api_server_changes_probes_and_their_annotations_in_place
     assert_eq!(node.probes().await[0].period, std::time::Duration::from_secs(3));
     // A change of the period alone keeps the result.
     source.send_replace(desired(&[with_probe(probe(open.local_addr().unwrap().port()), "period=5s")]));
-    node.until("the event", |_| (changes(&node).len() == 2).then_some(())).await;
-    let probes = node.probes().await;
-    assert_eq!(probes[0].period, std::time::Duration::from_secs(5));
+    while node.probes().await[0].period != std::time::Duration::from_secs(5) {
+        tokio::task::yield_now().await;
+    }
     assert!(node.until_ready("api").await.ready());
 }
 
@@ -115,24 +117,23 @@ async fn an_answer_to_an_earlier_question_does_not_count() {
     let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let slow = json!({
         "httpGet": { "host": "127.0.0.1", "port": silent.local_addr().unwrap().port() },
-        "timeoutSeconds": 2, "periodSeconds": 1, "failureThreshold": 1,
+        "timeoutSeconds": 5, "periodSeconds": 1, "failureThreshold": 1,
     });
     let open = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let node = Node::with(&[probed(&[("liveness", &slow)])]).await;
     node.until_ready("web").await;
-    let accepted = tokio::task::spawn_blocking(move || silent.accept().map(drop).map(|()| silent)).await;
-    let silent = accepted.unwrap().unwrap();
+    let held = tokio::task::spawn_blocking(move || silent.accept()).await.unwrap().unwrap();
     node.apply(&probed(&[("liveness", &probe(open.local_addr().unwrap().port()))]));
     node.until("the event", |_| (!changes(&node).is_empty()).then_some(())).await;
     // The new probe looks again beyond the timeout of the question in flight.
     let from = jiff::Timestamp::now();
     loop {
         let last = node.probes().await[0].last.clone();
-        if last.is_some_and(|look| look.at.duration_since(from).as_secs() >= 3) {
+        if last.is_some_and(|look| look.at.duration_since(from).as_secs() >= 6) {
             break;
         }
         node.until_relisted().await;
     }
-    assert_eq!(node.containers("web"), "main/0+");
-    drop(silent);
+    assert_eq!(node.containers("web"), "main/0+", "{:#?}", node.events());
+    drop(held);
 }
