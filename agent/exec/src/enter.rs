@@ -1,4 +1,4 @@
-//! The way of a process into a container (docs/decisions/0028-exec.md): two processes, which report a failure
+//! The way of a process into a container (docs/decisions/0029-exec.md): two processes, which report a failure
 //! over a pipe.
 //!
 //! The *entrant* is forked on the machine. It joins the container's cgroups and namespaces and takes the

@@ -1,4 +1,4 @@
-//! Commands of exec probes in containers, without the runtime (docs/decisions/0028-exec.md): the helper
+//! Commands of exec probes in containers, without the runtime (docs/decisions/0029-exec.md): the helper
 //! `beelet-exec`, a process of its own outside the agent's confinement, and the agent's client of it.
 //!
 //! The helper reproduces what the runtime's `ExecSync` gives a command: the identity in the container's OCI

@@ -1,4 +1,4 @@
-//! Containers that attack the helper while its processes enter them (docs/decisions/0028-exec.md).
+//! Containers that attack the helper while its processes enter them (docs/decisions/0029-exec.md).
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
