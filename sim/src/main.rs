@@ -7,6 +7,8 @@ mod plan;
 mod seam;
 mod shapes;
 mod shrink;
+#[cfg(test)]
+mod tests;
 mod trial;
 
 use std::process::ExitCode;
@@ -46,6 +48,9 @@ struct Args {
     /// Cut a failing plan down to a short one, and print its timeline.
     #[arg(long)]
     shrink: bool,
+    /// Stop at the first seed that fails.
+    #[arg(long)]
+    first: bool,
     /// Run each seed twice and compare the traces.
     #[arg(long)]
     twice: bool,
@@ -99,6 +104,9 @@ fn main() -> ExitCode {
             trial.violations.iter().take(5).for_each(|violation| println!("  {violation}"));
             if args.shrink {
                 shrink::shrink(&plan, &trial);
+            }
+            if args.first {
+                break;
             }
         }
     }

@@ -10,21 +10,21 @@ use std::os::unix::process::CommandExt as _;
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Args {
-    /// Arguments of the simulation; `--help` lists them. A first `--release` builds it with optimization
+    /// Arguments of the simulation; `--help` lists them. A first `--fast` builds it with optimization
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
     arguments: Vec<OsString>,
 }
 
 /// Builds the simulation, and becomes it.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let release = args.arguments.first().is_some_and(|first| first == "--release");
-    let (profile, folder) = if release { (&["--release"][..], "release") } else { (&[][..], "debug") };
+    let fast = args.arguments.first().is_some_and(|first| first == "--fast");
+    let (profile, folder) = if fast { (&["--profile", "sim"][..], "sim") } else { (&[][..], "debug") };
     shell::run(
         shell::cargo().arg("build").args(test::selection()).args(["--bin", "simulate"]).args(profile),
     )?;
     let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
     let program = workdir::repository().join(target).join(folder).join("simulate");
     let mut simulation = std::process::Command::new(program);
-    simulation.args(args.arguments.iter().skip(usize::from(release)));
+    simulation.args(args.arguments.iter().skip(usize::from(fast)));
     Err(simulation.exec()).context("could not start the simulation")
 }

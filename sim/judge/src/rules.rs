@@ -240,8 +240,9 @@ impl Judge {
         if let Some(since) = pod.ends_since() {
             return Some((since, pod.deleting.map_or(pod.spec.grace, |(_, grace)| grace)));
         }
-        // The deadline counts from the status's startTime, which follows the creation.
-        let over = |limit: u64| pod.created + Duration::from_secs(limit);
+        // The deadline counts from the status's startTime, which follows the creation; the API has seconds.
+        let over =
+            |limit: u64| (pod.created + Duration::from_secs(limit)).saturating_sub(Duration::from_secs(1));
         if let Some(since) = pod.spec.deadline.map(over).filter(|since| self.now >= *since) {
             return Some((since, pod.spec.grace));
         }
@@ -445,7 +446,10 @@ impl Judge {
         for container in pod.spec.containers.iter().filter(|c| c.role != Role::Init) {
             let newest = self.ledger.started(uid, &container.name).next_back();
             let over = newest.is_some_and(|i| self.ends_for_good(pod, i));
-            if over || newest.is_some_and(Instance::runs) || waits(status) {
+            let in_back_off = newest
+                .and_then(|i| i.exited)
+                .is_some_and(|(ended, ..)| ended + BACK_OFF_MAX + REACTION > self.now);
+            if over || in_back_off || newest.is_some_and(Instance::runs) || waits(status) {
                 continue;
             }
             let states: Vec<String> =
@@ -459,7 +463,21 @@ impl Judge {
             );
             return self.break_rule("wanted-pods-run", detail);
         }
+        self.restarts_are_counted(pod, status);
         self.amounts_are_in_force(pod);
+    }
+
+    /// The count of a running container has all its restarts (kubelet: `restartCount`).
+    fn restarts_are_counted(&mut self, pod: &PodState, status: &Status) {
+        let missing = status.containers.iter().find_map(|container| {
+            let starts = self.ledger.started(&pod.spec.uid, &container.name).count();
+            let counted = usize::try_from(container.restarts).unwrap_or(usize::MAX).saturating_add(1);
+            (container.state == State::Running && counted < starts)
+                .then(|| format!("{}: {} restarts, {starts} starts", container.name, container.restarts))
+        });
+        if let Some(missing) = missing {
+            self.break_rule("restarts-are-counted", format!("{}: {missing}", pod.spec.name));
+        }
     }
 
     /// A resize that fits is in force (KEP-1287: a deferred resize is tried again when room appears).

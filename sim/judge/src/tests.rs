@@ -247,6 +247,16 @@ fn a_wanted_pod_runs_or_waits_for_something_named() {
 }
 
 #[test]
+fn all_restarts_are_counted() {
+    let counted = |restarts| {
+        let now = status("Running", vec![state("main", "c2", State::Running, restarts)]);
+        [(4, exited("c1", 1)), (5, created("c2", "s1", "main")), (6, started("c2")), (7, now)]
+    };
+    check_end(counted(1), &[]);
+    check_end(counted(0), &["restarts-are-counted"]);
+}
+
+#[test]
 fn a_resize_that_fits_comes_about() {
     let cpu = |milli| (4, Fact::Cpu { container: "c1".to_owned(), milli });
     let base = |milli| [(3, status("Running", vec![])), cpu(milli)];
