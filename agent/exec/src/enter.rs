@@ -175,17 +175,17 @@ fn at<T, E: Into<io::Error>>(stage: Stage, result: Result<T, E>) -> Step<T> {
 }
 
 /// Runs the entrant, and the command. Never returns.
-pub(crate) fn run(single: SingleThread, entry: Entry) -> ! {
+pub(crate) fn run(single: SingleThread, entry: &Entry) -> ! {
     let Ok(status) = entry.status.try_clone() else { sys::exit(1) };
     let mut status = File::from(status);
     let report = |status: &mut File, message: Message| drop(status.write_all(&message.encode()));
-    let forked = become_container(&entry, &status).and_then(|()| at(Stage::Fork, sys::fork_sibling(single)));
+    let forked = become_container(entry, &status).and_then(|()| at(Stage::Fork, sys::fork_sibling(single)));
     let failed = match forked {
         Ok(Fork::Parent(pid)) => {
             report(&mut status, Message::Started(pid.as_raw_nonzero().get()));
             sys::exit(0);
         }
-        Ok(Fork::Child) => become_command(&entry),
+        Ok(Fork::Child) => become_command(entry),
         Err(failed) => failed,
     };
     let errno = failed.1.raw_os_error().unwrap_or(libc::EIO);

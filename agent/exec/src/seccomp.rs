@@ -207,37 +207,37 @@ mod tests {
 
     use super::*;
 
-    fn check(profile: Value, expected: Result<usize, &str>) {
-        let found = compile(&profile).map(|filters| filters.len()).map_err(|error| error.to_string());
+    fn check(profile: &Value, expected: Result<usize, &str>) {
+        let found = compile(profile).map(|filters| filters.len()).map_err(|error| error.to_string());
         assert_eq!(found, expected.map_err(str::to_owned), "{profile}");
     }
 
     #[test]
     fn a_profile_becomes_one_filter_per_action_and_a_stub() {
         let profile = |default: &str, calls: Value| json!({"defaultAction": default, "syscalls": calls});
-        check(Value::Null, Ok(0));
+        check(&Value::Null, Ok(0));
         let allow = json!({"names": ["read", "write", "no_such_call"], "action": "SCMP_ACT_ALLOW"});
-        check(profile("SCMP_ACT_ERRNO", json!([allow])), Ok(2));
+        check(&profile("SCMP_ACT_ERRNO", json!([allow])), Ok(2));
         let refuse = json!({"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38});
-        check(profile("SCMP_ACT_ERRNO", json!([allow, refuse])), Ok(3));
+        check(&profile("SCMP_ACT_ERRNO", json!([allow, refuse])), Ok(3));
         let kill = json!({"names": ["ptrace"], "action": "SCMP_ACT_KILL"});
-        check(profile("SCMP_ACT_ALLOW", json!([refuse, kill, allow])), Ok(2));
+        check(&profile("SCMP_ACT_ALLOW", json!([refuse, kill, allow])), Ok(2));
         let masked = json!({"names": ["clone"], "action": "SCMP_ACT_ALLOW",
             "args": [{"index": 0, "value": 2_114_060_288, "op": "SCMP_CMP_MASKED_EQ"}]});
-        check(profile("SCMP_ACT_ERRNO", json!([allow, masked])), Ok(2));
+        check(&profile("SCMP_ACT_ERRNO", json!([allow, masked])), Ok(2));
     }
 
     #[test]
     fn a_profile_that_filters_cannot_express_is_refused() {
         let profile = |calls: Value| json!({"defaultAction": "SCMP_ACT_ERRNO", "syscalls": calls});
         let notify = json!({"names": ["mkdir"], "action": "SCMP_ACT_NOTIFY"});
-        check(profile(json!([notify])), Err("the seccomp profile has the action `SCMP_ACT_NOTIFY`"));
+        check(&profile(json!([notify])), Err("the seccomp profile has the action `SCMP_ACT_NOTIFY`"));
         let twice = json!([{"names": ["read"], "action": "SCMP_ACT_ALLOW"}, {"names": ["read"], "action": "SCMP_ACT_KILL"}]);
-        check(profile(twice), Err("the seccomp profile has two actions for the call `read`"));
+        check(&profile(twice), Err("the seccomp profile has two actions for the call `read`"));
         check(
-            json!({"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/x"}),
+            &json!({"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/x"}),
             Err("the seccomp profile has the field `listenerPath`"),
         );
-        check(json!({"defaultAction": "x"}), Err("the seccomp profile has the action `x`"));
+        check(&json!({"defaultAction": "x"}), Err("the seccomp profile has the action `x`"));
     }
 }

@@ -73,7 +73,7 @@ fn run(single: SingleThread, request: Request, agent: &UnixStream) -> Result<Rep
     let filters = filters.map_err(|error| Reply::UseRuntime(error.to_string()))?;
     let places = Places::of(request.pid, &request.container);
     let places = places.map_err(|error| runtime("find the container's cgroups", error))?;
-    let (command, entry) = match prepare(request, first, inherited, filters, &places) {
+    let (command, entry) = match prepare(request, first, &inherited, filters, &places) {
         Ok(prepared) => prepared,
         Err(error) => {
             places.leaf.release();
@@ -87,7 +87,7 @@ fn run(single: SingleThread, request: Request, agent: &UnixStream) -> Result<Rep
         sys::fork(single, leaf.as_ref().map(|leaf| leaf.as_fd())).map_err(cannot)
     });
     let reply = match forked {
-        Ok(Fork::Child) => enter::run(single, entry),
+        Ok(Fork::Child) => enter::run(single, &entry),
         Ok(Fork::Parent(entrant)) => {
             // The write ends of the pipes are the entrant's.
             let first = entry.into_first();
@@ -169,7 +169,7 @@ fn parse_limits(text: &str) -> Vec<Limit> {
 fn prepare(
     request: Request,
     first: OwnedFd,
-    inherited: Inherited,
+    inherited: &Inherited,
     filters: Vec<seccompiler::BpfProgram>,
     places: &Places,
 ) -> io::Result<(Command, Entry)> {
@@ -378,7 +378,7 @@ fn started(entrant: Pid, messages: &[u8], first: &OwnedFd) -> Result<Child, Repl
             Some((pid, Ok(process))) => return Ok(Child { pid, process }),
             _ => Reply::UseRuntime(format!(
                 "the entrant ended before the command's start (signal {:?})",
-                end.and_then(|end| end.terminating_signal())
+                end.and_then(WaitStatus::terminating_signal)
             )),
         },
     };

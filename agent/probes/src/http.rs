@@ -234,7 +234,7 @@ fn request(get: &Get, stop: &Place, host: &str, keep: bool) -> Result<Request<Em
         false => Request::get(stop.path.as_str()),
     };
     let given = |wanted: &str| get.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case(wanted));
-    if !get.http2 && !(stop.own_host && given("host")) {
+    if !(get.http2 || stop.own_host && given("host")) {
         request = request.header("Host", stop.authority(host));
     }
     for (name, default) in [("User-Agent", USER_AGENT), ("Accept", "*/*"), ("Connection", "close")] {
