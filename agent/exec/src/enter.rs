@@ -1,9 +1,9 @@
 //! The way of a process into a container (docs/decisions/0029-exec.md): two processes, which report a failure
 //! over a pipe.
 //!
-//! The *entrant* is forked on the machine. It joins the container's cgroups and namespaces and takes the
-//! container's identity; the container cannot see it, since its pid is in the machine's namespace. Only then
-//! does it fork the *command*, the first process that the container can see, which has nothing that the
+//! The *entrant* is forked on the machine. The entrant joins the container's cgroups and namespaces and
+//! takes the container's identity; the container cannot see it, since its pid is in the machine's namespace. Only
+//! then does it fork the *command*, the first process that the container can see, which has nothing that the
 //! container does not have.
 //!
 //! Must not read /proc in the container, or open any of its files before the identity is the container's.

@@ -1,8 +1,8 @@
 //! The identity of a container's processes, as its OCI spec describes it (runtime-spec, `config.md` and
 //! `config-linux.md`): the part that a command in the container shares with the container's first process.
 //!
-//! [`Plan::read`] refuses every field that the helper cannot reproduce, and every field that it does not know:
-//! the runtime then runs the command. Must never guess.
+//! [`Plan::read`] refuses every field that the helper cannot reproduce, and every field that it does not
+//! know: the runtime then runs the command. Must never guess.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

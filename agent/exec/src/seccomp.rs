@@ -1,9 +1,9 @@
 //! OCI seccomp profiles (`config-linux.md`, "Seccomp") as filters of the kernel.
 //!
 //! seccompiler's filters know two actions each: for calls that match, and for all others. A profile with more
-//! actions becomes several filters: the kernel runs all of them, and the strictest result counts (seccomp(2)).
-//! The last filter is runc's stub (libcontainer/seccomp/patchbpf): a call newer than the newest of the
-//! profile fails with ENOSYS, so that C libraries use an older call instead.
+//! actions becomes several filters: the kernel runs all of them, and the strictest result counts
+//! (seccomp(2)). The last filter is runc's stub (libcontainer/seccomp/patchbpf): a call newer than the newest
+//! of the profile fails with ENOSYS, so that C libraries use an older call instead.
 //!
 //! The filters cover the machine's own architecture. A process of another one ends with SIGSYS, and the
 //! runtime then runs the container's commands.

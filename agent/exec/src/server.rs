@@ -1,6 +1,7 @@
 //! The helper's main process: accepts the agent's connections, and gives each one to a copy of itself.
 
 use std::{
+    ffi::CString,
     fs,
     io::{self, Write as _},
     os::{
@@ -8,11 +9,9 @@ use std::{
         unix::{
             fs::PermissionsExt as _,
             net::{UnixListener, UnixStream},
-            process::CommandExt as _,
         },
     },
     path::Path,
-    process::Command,
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -108,8 +107,9 @@ fn be_sealed() -> Result<()> {
     fs::set_permissions(format!("/proc/self/fd/{}", copy.as_raw_fd()), fs::Permissions::from_mode(0o500))
         .context("cannot make the copy executable")?;
     fcntl_add_seals(copy.as_fd(), SEALS).context("cannot seal the copy")?;
-    let mut command = Command::new(format!("/proc/self/fd/{}", copy.as_raw_fd()));
-    // A container that may trace an entering process could read this environment.
-    Err(command.args(std::env::args_os().skip(1)).env_clear().exec())
-        .context("cannot execute the sealed copy")
+    let path = CString::new(format!("/proc/self/fd/{}", copy.as_raw_fd()))?;
+    let arguments: Vec<CString> =
+        std::env::args_os().map(|word| CString::new(word.into_encoded_bytes())).collect::<Result<_, _>>()?;
+    // Without an environment: a container that may trace an entering process could read it.
+    Err(sys::exec(&path, &arguments, &[])).context("cannot execute the sealed copy")
 }

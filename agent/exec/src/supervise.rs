@@ -1,5 +1,5 @@
 //! The process of a single request: it starts the command, keeps its deadline, reads its output, and replies.
-//! It is a copy of the server that ends with the reply, so the server never holds a container's data.
+//! This copy of the server ends with the reply, so the server itself never holds a container's data.
 
 use std::{
     ffi::CString,
@@ -13,7 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_base::process::{self, Moment};
+use beelet_base::{
+    clock::After as _,
+    process::{self, Moment},
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{
@@ -65,7 +68,7 @@ fn read_request(agent: &mut UnixStream) -> io::Result<Request> {
 
 /// Runs the command of a request. Both values of the result are replies.
 fn run(single: SingleThread, request: Request, agent: &UnixStream) -> Result<Reply, Reply> {
-    let deadline = Instant::now() + Duration::from_millis(request.within_ms).min(LONGEST);
+    let deadline = Instant::now().after(Duration::from_millis(request.within_ms).min(LONGEST));
     let first = first_process(&request)?;
     let runtime = |what: &str, error: io::Error| Reply::UseRuntime(format!("cannot {what}: {error}"));
     let inherited = Inherited::of(request.pid).map_err(|error| runtime("read the shim's limits", error))?;
@@ -273,13 +276,13 @@ impl Command {
                     };
                     ended = Some(status);
                 }
-                // Nobody waits for the reply any more.
+                // No client waits for the reply any more.
                 Ok(Event::AgentGone) | Err(_) => break,
                 Ok(Event::Read) => {}
             }
         }
-        // The rest of the command's processes are in its cgroup. Without `child` and `ended`, the entrant has not
-        // been reaped, and may not have joined that cgroup yet.
+        // The rest of the command's processes are in its cgroup. Without `child` and `ended`, the entrant
+        // has not been reaped, and may not have joined that cgroup yet.
         match child {
             Some(child) => {
                 let _ = pidfd_send_signal(&child.process, Signal::KILL);

@@ -46,7 +46,7 @@ pub enum Reply {
     TimedOut,
     /// The container does not run any more.
     Gone,
-    /// The command could not be started, as under the runtime: no such program, too many processes.
+    /// The command could not be started, as under the runtime: a missing program, too many processes.
     NotStarted(String),
     /// Only the runtime can run this container's commands.
     UseRuntime(String),

@@ -1,5 +1,5 @@
-//! A grpc probe: a single call of gRPC's health service (grpc.health.v1), on a connection of its own or on one
-//! that the server has kept open (`kept.rs`).
+//! A grpc probe: a single call of gRPC's health service (grpc.health.v1), on a connection of its own or on
+//! one that the server has kept open (`kept.rs`).
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -72,7 +72,7 @@ pub(super) async fn check(
 
 /// Asks on the kept connection. Returns only a success; anything else closes the connection.
 async fn again(address: SocketAddr, service: &str, slot: &Slot) -> Option<Answer> {
-    let (Connection::Grpc(mut client), turn) = slot.take(address).await? else { return None };
+    let (Connection::Grpc(mut client), turn) = slot.claim(address).await? else { return None };
     let status = ask(&mut client, service).await.ok()?;
     if status != i32::from(ServingStatus::Serving) {
         return None;
@@ -124,7 +124,7 @@ fn with_http2(settings: &Arc<ClientConfig>) -> Arc<ClientConfig> {
     Arc::new(settings)
 }
 
-/// Opens a connection. One that is to be kept leaves no TIME_WAIT: no request is lost when it is closed.
+/// Opens a connection. A connection that is kept leaves no TIME_WAIT: no request is lost when it is closed.
 async fn open(
     address: SocketAddr,
     tls: Option<Arc<ClientConfig>>,

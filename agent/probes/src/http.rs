@@ -177,7 +177,7 @@ async fn exchange(
 
 /// Sends the request on the kept connection. Returns only a success; anything else closes the connection.
 async fn again(get: &Get, host: &str, port: u16, slot: &Slot, address: SocketAddr) -> Option<Answer> {
-    let (Connection::Http(mut sender, driver), turn) = slot.take(address).await? else { return None };
+    let (Connection::Http(mut sender, driver), turn) = slot.claim(address).await? else { return None };
     let place = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
     let request = request(get, &place, host, true).ok()?;
     sender.ready().await.ok()?;

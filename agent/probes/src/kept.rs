@@ -48,7 +48,7 @@ pub(super) struct Turn {
 
 impl Slot {
     /// Takes the connection to `address` out, if it may serve another check.
-    pub(super) async fn take(&self, address: SocketAddr) -> Option<(Connection, Turn)> {
+    pub(super) async fn claim(&self, address: SocketAddr) -> Option<(Connection, Turn)> {
         let Open { connection, address: to, checks } = self.open.lock().await.take()?;
         let may = to == address && checks < MOST;
         may.then_some((connection, Turn { address, checks }))

@@ -3,9 +3,9 @@
 //! bounds.
 //!
 //! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: runs NUMBER probes (KIND: kernel, connect, http,
-//!   http-reuse or exec) against that number of listeners, or of containers of a fake runtime, in another process. Prints
-//!   the CPU use of this process in each second, the number of its connections, and the sockets before and
-//!   after.
+//!   http-reuse or exec) against that number of listeners, or of containers of a fake
+//!   runtime, in another process. Prints the CPU use of this process in each second, the number of its
+//!   connections, and the sockets before and after.
 //! - `probe_load edges MODE ROUNDS`: the time from listen(2), close(2) and kill -9 to the change of
 //!   readiness. In kernel mode, the probe has the default settings; in connect mode, a period of one second
 //!   and thresholds of 1.

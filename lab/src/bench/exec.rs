@@ -33,7 +33,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Row> {
     let helper = Helper::start(containerd.dir())?;
     let mut options = Options::on(&containerd);
     options.binary = Some(binary.to_path_buf());
-    let socket = helper.socket().to_str().context("the socket's path is no text")?;
+    let socket = helper.socket().to_str().context("the socket's path is not text")?;
     let agent = Agent::start(options.beelet("execSocket", socket).kubelet("maxPods", 2 * PODS.0))?;
     let step = Step::start("exec probes: pods start");
     apply(&agent, "runtime")?;

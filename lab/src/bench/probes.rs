@@ -221,8 +221,8 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     Ok(())
 }
 
-/// Returns by how much the number of sockets of a kind, as counted by `ss -s`, is higher after the polls of the
-/// first way than before; and the same of the second way, by connecting.
+/// Returns by how much the number of sockets of a kind, as counted by `ss -s`, is higher after the polls of
+/// the first way than before; and the same of the second way, by connecting.
 fn left(row: &'static str, names: [&str; 2], first: &[Value], connect: &[Value]) -> Row {
     let [before, after] = names.map(|name| field(first, name));
     let more = before.iter().zip(&after).map(|(before, after)| after - before).collect();

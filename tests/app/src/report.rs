@@ -56,7 +56,8 @@ pub(super) fn run() -> Result<(), String> {
     namespaces.iter().for_each(|(name, target)| println!("namespace {name:?} {target:?}"));
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-    // proc_pid_stat(5): terminal, priority, nice value, real-time priority and policy; the first here is field 3.
+    // proc_pid_stat(5): terminal, priority, nice value, real-time priority and policy; the first here is
+    // field 3.
     for place in [7, 18, 19, 40, 41] {
         println!("stat {place} {:?}", fields.get(place - 3));
     }
@@ -122,5 +123,5 @@ fn calls() {
     );
     show("vsock", socket(AddressFamily::VSOCK, SocketType::STREAM, None).map(drop));
     show("setuid", rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(12345)));
-    show("no such process", rustix::process::test_kill_process(getpid()));
+    show("signal", rustix::process::test_kill_process(getpid()));
 }

@@ -165,7 +165,7 @@ fn results_of_commands_are_those_of_the_runtime() {
     require!(containerd);
     let direct = Direct::start();
     let cases: [(&str, &[&str], &str, &str); 6] = [
-        ("fails", &["/bin/testapp", "probe", "fail"], "failure", "it went wrong"),
+        ("fails", &["/bin/testapp", "probe", "fail"], "failure", "went wrong"),
         ("killed", &["/bin/sh", "-c", "kill -9 $$$$"], "failure", "exit code 137"),
         ("quiet", &["/bin/sh", "-c", "exit 3"], "failure", "exit code 3"),
         ("by-path", &["testapp", "probe", "ok"], "success", ""),

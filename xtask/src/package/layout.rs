@@ -1,5 +1,5 @@
-//! The installed files and their paths: the binary and its helper, their units and configuration, the manual pages and
-//! completions that the binary itself writes, and the documentation.
+//! The installed files and their paths: the binary and its helper, their units and configuration, the manual
+//! pages and completions that the binary itself writes, and the documentation.
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};

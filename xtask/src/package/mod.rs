@@ -186,7 +186,8 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
     Ok(dir.join(PROFILE).join("beelet"))
 }
 
-/// Returns a copy without symbols, with one of the helper next to it. The original keeps its symbols, for the analysis of a core dump.
+/// Returns a copy without symbols, with one of the helper next to it. The original keeps its symbols, for the
+/// analysis of a core dump.
 fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let kind = if images::is_static(binary)? { "static" } else { "dynamic" };
     let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));

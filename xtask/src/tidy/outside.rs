@@ -16,7 +16,7 @@ const RULES: [(&str, &[&str], &str); 5] = [
     ),
     (
         "UnixListener::bind",
-        &["agent/serve/src/socket.rs"],
+        &["agent/serve/src/socket.rs", "agent/exec/src/server.rs"],
         "use the crate serve for a server on a unix socket: it limits the connections",
     ),
     (

@@ -209,8 +209,8 @@ impl Manager {
     }
 }
 
-/// Returns the desired pods by UID. A desired pod that differs from a present pod only in probes, and in amounts
-/// that can be resized in place, gets the UID of the present pod.
+/// Returns the desired pods by UID. A desired pod that differs from a present pod only in probes, and in
+/// amounts that can be resized in place, gets the UID of the present pod.
 fn identified(
     pods: &Pods,
     desired: &Desired,
