@@ -11,7 +11,7 @@ use fastrand::Rng;
 use crate::shapes::Pod;
 
 /// Quiet time at the end of a plan, in which the node must converge: more than the judge requires.
-const QUIET: Duration = Duration::from_secs(1500);
+const QUIET: Duration = Duration::from_secs(700);
 
 /// Kind of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -98,7 +98,7 @@ fn simulated(clock: libc::clockid_t) -> Option<u64> {
 /// # Safety
 /// `time` points to a writable timespec, as the C function requires.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::timespec) -> libc::c_int {
+pub(crate) unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::timespec) -> libc::c_int {
     let Some(now) = simulated(clock) else {
         // SAFETY: the arguments are the caller's, and the system call has the function's own contract.
         let result = unsafe { libc::syscall(libc::SYS_clock_gettime, clock, time) };
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::
 /// # Safety
 /// `buffer` points to `length` writable bytes, as the C function requires.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn getrandom(buffer: *mut u8, length: usize, flags: libc::c_uint) -> isize {
+pub(crate) unsafe extern "C" fn getrandom(buffer: *mut u8, length: usize, flags: libc::c_uint) -> isize {
     if !ACTIVE.load(Ordering::SeqCst) {
         // SAFETY: the arguments are the caller's, and the system call has the function's own contract.
         let result = unsafe { libc::syscall(libc::SYS_getrandom, buffer, length, flags) };
