@@ -1,5 +1,5 @@
-//! The simulated machine: a container runtime with processes that live, end, and take their time to stop. It
-//! outlives the agent. Records the facts for the judge where they happen.
+//! The simulated machine: a container runtime with processes that live, end, and take their time to stop.
+//! The machine outlives the agent. Records the facts for the judge where they happen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use beelet_proto::cri::{ContainerState, PodSandboxState};
 use beelet_tests::cri::{Asked, Container, Director, FakeCri, Op, World};
 use fastrand::Rng;
 use tokio::sync::{Notify, mpsc};
-use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use crate::plan::{Fault, FaultKind, Plan};
+use crate::disturbances::Disturbances;
+use crate::plan::{FaultKind, Plan};
 use crate::seam;
 use crate::shapes::{Behaviour, IMAGE};
 
@@ -41,6 +41,7 @@ impl Machine {
             kernel: plan.kernel,
             cgroups,
             state: Mutex::new(State::new()),
+            disturbances: Disturbances::default(),
             changed: Notify::new(),
             killed: Arc::new(Notify::new()),
             cri: OnceLock::new(),
@@ -63,6 +64,7 @@ pub(crate) struct Core {
     /// Folder of the cgroups' controllers.
     cgroups: PathBuf,
     state: Mutex<State>,
+    pub(crate) disturbances: Disturbances,
     /// A process or a due time has changed.
     pub(crate) changed: Notify,
     /// The agent is to be killed now.
@@ -84,14 +86,6 @@ struct State {
     starts: BTreeMap<String, Duration>,
     /// Number of calls so far by call and subject.
     counts: BTreeMap<String, u64>,
-    faults: Vec<(Duration, Fault)>,
-    /// Ends of the periods in which a container's probes fail, by pod and container.
-    sick: BTreeMap<(String, String), Duration>,
-    kill: Option<(u64, bool)>,
-    /// Time for which a killed agent is away.
-    away: Duration,
-    away_until: Duration,
-    connections: CancellationToken,
     hints: Option<mpsc::UnboundedSender<ExitHint>>,
     statuses: BTreeMap<String, beelet_judge::trace::Status>,
     events: Vec<Event>,
@@ -126,12 +120,6 @@ impl State {
             causes: BTreeMap::new(),
             starts: BTreeMap::new(),
             counts: BTreeMap::new(),
-            faults: Vec::new(),
-            sick: BTreeMap::new(),
-            kill: None,
-            away: Duration::ZERO,
-            away_until: Duration::ZERO,
-            connections: CancellationToken::new(),
             hints: None,
             statuses: BTreeMap::new(),
             events: Vec::new(),
@@ -417,38 +405,6 @@ impl Core {
         });
     }
 
-    // ---- Disturbances ----
-
-    /// Disturbs calls from now on.
-    pub(crate) fn disturb(&self, fault: Fault) {
-        let until = seam::elapsed() + Duration::from_secs(fault.seconds);
-        self.lock().faults.push((until, fault));
-    }
-
-    /// Makes the probes of a container fail.
-    pub(crate) fn sicken(&self, uid: &str, name: &str, seconds: u64) {
-        let until = seam::elapsed() + Duration::from_secs(seconds);
-        self.lock().sick.insert((uid.to_owned(), name.to_owned()), until);
-    }
-
-    /// Breaks all connections; new ones are refused for these seconds.
-    pub(crate) fn restart_runtime(&self, seconds: u64) {
-        let mut state = self.lock();
-        state.away_until = seam::elapsed() + Duration::from_secs(seconds);
-        std::mem::take(&mut state.connections).cancel();
-    }
-
-    /// Kills the agent at its n-th changing call from now, for this time.
-    pub(crate) fn kill_at(&self, calls: u64, after_effect: bool, away: Duration) {
-        let mut state = self.lock();
-        (state.kill, state.away) = (Some((calls, after_effect)), away);
-    }
-
-    /// Returns the time for which a killed agent is away.
-    pub(crate) fn away(&self) -> Duration {
-        self.lock().away
-    }
-
     /// Records a pod's published status, if it differs from the last one.
     pub(crate) fn record_status(&self, status: beelet_judge::trace::Status) {
         let mut state = self.lock();
@@ -467,28 +423,14 @@ impl Core {
     /// Forgets the agent's connections and wishes after its death.
     pub(crate) fn forget_agent(&self) {
         let mut state = self.lock();
-        (state.kill, state.hints) = (None, None);
-        state.connections = CancellationToken::new();
+        state.hints = None;
+        drop(state);
+        self.disturbances.forget_agent();
     }
 
     /// Sends hints about exits to a new agent.
     pub(crate) fn send_hints(&self, hints: mpsc::UnboundedSender<ExitHint>) {
         self.lock().hints = Some(hints);
-    }
-
-    /// Returns a token that is cancelled when the connections break, or None while the runtime is away.
-    pub(crate) fn connection(&self) -> Option<CancellationToken> {
-        let state = self.lock();
-        (seam::elapsed() >= state.away_until).then(|| state.connections.clone())
-    }
-
-    /// Returns the disturbance of a call, if any, with the rest of its time.
-    fn fault(&self, op: Op, rng: &mut Rng) -> Option<(FaultKind, Duration)> {
-        let now = seam::elapsed();
-        let mut state = self.lock();
-        state.faults.retain(|(until, _)| *until > now);
-        let mut fitting = state.faults.iter().filter(|(_, fault)| fault.op.is_none_or(|other| other == op));
-        fitting.find(|(_, fault)| rng.u64(0..100) < fault.percent).map(|(until, f)| (f.kind, *until - now))
     }
 
     // ---- Results ----
@@ -501,21 +443,7 @@ impl Core {
 
     /// Waits if the agent is to be killed at this call: then the call never returns.
     async fn maybe_kill(&self, op: Op, after: bool) {
-        let dies = {
-            let mut state = self.lock();
-            match &mut state.kill {
-                Some((0, after_effect)) if *after_effect == after && is_change(op) => {
-                    state.kill = None;
-                    true
-                }
-                Some((left, after_effect)) if *after_effect == after && is_change(op) => {
-                    *left -= 1;
-                    false
-                }
-                _ => false,
-            }
-        };
-        if dies {
+        if is_change(op) && self.disturbances.dies(after) {
             self.killed.notify_one();
             std::future::pending::<()>().await;
         }
@@ -610,7 +538,7 @@ impl Director for Core {
             }
         }
         self.maybe_kill(op, false).await;
-        let fault = self.fault(op, &mut rng);
+        let fault = self.disturbances.fault(op, &mut rng);
         if let (Some(_), Asked::ExecSync(request)) = (fault, asked)
             && let Some(kind) = request.cmd.get(1).and_then(|word| probe_kind(word))
         {
@@ -654,7 +582,7 @@ impl Director for Core {
         let op = asked.op();
         self.maybe_kill(op, true).await;
         let mut rng = self.random(&format!("answer {op:?} {}", subject(asked)));
-        let fault = self.fault(op, &mut rng);
+        let fault = self.disturbances.fault(op, &mut rng);
         if fault.is_none()
             && let Asked::ExecSync(request) = asked
         {
@@ -678,8 +606,7 @@ impl Director for Core {
 impl Core {
     /// Returns true if the container's probes fail now.
     fn is_sick(&self, id: &str) -> bool {
-        let state = self.lock();
-        let until = state.names.get(id).and_then(|name| state.sick.get(name));
-        until.is_some_and(|until| seam::elapsed() < *until)
+        let name = self.lock().names.get(id).cloned();
+        name.is_some_and(|name| self.disturbances.is_sick(&name))
     }
 }

@@ -1,6 +1,8 @@
 //! `cargo xtask simulate`: runs the whole agent in a simulated world, from seeds, and judges each trace.
 
+mod api_server;
 mod cable;
+mod disturbances;
 mod machine;
 mod node;
 mod plan;

@@ -11,21 +11,19 @@ use beelet::node::{Builder, Doors, Handles, Machine as Hardware};
 use beelet_base::filesystem::{Space, Statvfs};
 use beelet_base::simulation;
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet_config::{Config, TcpProbes};
+use beelet_config::{Config, ConfigFaults, TcpProbes};
 use beelet_cri::{Connect, Connection, Runtime};
 use beelet_eviction::gauges::Gauge;
 use beelet_judge::trace::{ContainerStatus, End, Fact, State, Status};
-use beelet_model::desired::Desired;
-use beelet_model::objects::{Objects, Services};
 use beelet_model::pod::HostIps;
-use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable};
+use beelet_model::table::{PodChanges, PodEntry, PodTable};
 use beelet_policy::eviction::{Observation, Signal};
 use beelet_units::{bpf_settings::BpfMode, fs_usage::FsUsage, quantity::Quantity};
 use k8s_openapi::api::core::v1 as core;
-use serde_json::json;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use crate::api_server::ApiServer;
 use crate::cable::Cable;
 use crate::machine::{CPU, Machine};
 use crate::plan::{Action, Plan};
@@ -37,8 +35,6 @@ const MEMORY: u64 = 8 << 30;
 const STORAGE: u64 = 10 << 30;
 /// Time after which systemd starts an agent that ended by itself.
 const RESTART: Duration = Duration::from_secs(2);
-/// Time from the last release of a deleted pod to the removal of its object.
-const FINALIZED: Duration = Duration::from_millis(20);
 
 /// The reason for which a life of the agent ends.
 enum Turn {
@@ -58,9 +54,7 @@ pub(crate) struct Node<'a> {
     faults_ended: bool,
     /// Existing pods by name.
     pods: BTreeMap<String, Pod>,
-    /// Objects of the API server by name.
-    objects: BTreeMap<String, core::Pod>,
-    source: watch::Sender<Arc<Desired>>,
+    api_server: ApiServer,
     booted: Duration,
 }
 
@@ -86,8 +80,7 @@ impl<'a> Node<'a> {
             next: 0,
             faults_ended: false,
             pods: BTreeMap::new(),
-            objects: BTreeMap::new(),
-            source: watch::Sender::new(Arc::new(Desired::default())),
+            api_server: ApiServer::new(plan.echoes),
             booted: Duration::ZERO,
         })
     }
@@ -129,14 +122,14 @@ impl<'a> Node<'a> {
             return turn;
         }
         self.machine.core.record(Fact::AgentStarted);
-        self.source.send_replace(Arc::new(Desired { api_unread: true, ..Desired::default() }));
+        self.api_server.hide();
         let (handles_out, mut handles_in) = mpsc::unbounded_channel();
         let (hints_out, hints) = mpsc::unbounded_channel();
         self.machine.core.send_hints(hints_out);
         let core = Arc::clone(&self.machine.core);
         let builder = Builder::default()
             .doors(self.doors())
-            .source(self.source.subscribe())
+            .source(self.api_server.subscribe())
             .attach("simulation", move |handles: Handles, working| {
                 follow(core, handles, handles_out, hints, working)
             });
@@ -166,7 +159,7 @@ impl<'a> Node<'a> {
         };
         turn.unwrap_or_else(|| {
             self.machine.core.record(Fact::AgentKilled);
-            Turn::Died(self.machine.core.away())
+            Turn::Died(self.machine.core.disturbances.away())
         })
     }
 
@@ -187,12 +180,12 @@ impl<'a> Node<'a> {
                 && now >= *at
             {
                 listed = true;
-                self.publish();
+                self.api_server.list();
             }
             while let Some((at, action)) = self.plan.actions.get(self.next).filter(|(at, _)| *at <= now) {
                 self.next += 1;
                 let _ = at;
-                if let Some(turn) = self.act(&action.clone(), listed) {
+                if let Some(turn) = self.act(&action.clone()) {
                     return Some(turn);
                 }
             }
@@ -232,7 +225,7 @@ impl<'a> Node<'a> {
             tokio::select! {
                 biased;
                 () = self.machine.core.changed.notified() => {}
-                Some(table) = table => removals.extend(self.read_statuses(&table)),
+                Some(table) = table => removals.extend(self.api_server.read_statuses(&table)),
                 () = sleep => {}
             }
         }
@@ -240,12 +233,12 @@ impl<'a> Node<'a> {
 
     // ---- Users ----
 
-    fn act(&mut self, action: &Action, listed: bool) -> Option<Turn> {
+    fn act(&mut self, action: &Action) -> Option<Turn> {
         let core = Arc::clone(&self.machine.core);
         match action {
-            Action::Create(pod) => self.create(pod, listed),
-            Action::Delete { pod, grace } => self.delete(pod, *grace, listed),
-            Action::Resize { pod, cpu } => self.resize(pod, *cpu, listed),
+            Action::Create(pod) => self.create(pod),
+            Action::Delete { pod, grace } => self.delete(pod, *grace),
+            Action::Resize { pod, cpu } => self.resize(pod, *cpu),
             Action::Exit { pod, container, code, oom } => {
                 if let Some(id) = self.running(pod, *container) {
                     core.end(&id, *code, if *oom { End::Oom } else { End::Itself });
@@ -253,7 +246,7 @@ impl<'a> Node<'a> {
             }
             Action::Sick { pod, container, seconds } => {
                 if let Some((uid, name)) = self.named(pod, *container) {
-                    core.sicken(&uid, &name, *seconds);
+                    core.disturbances.sicken(&uid, &name, *seconds);
                 }
             }
             Action::SandboxDies { pod } => {
@@ -261,10 +254,10 @@ impl<'a> Node<'a> {
                     core.crash(Some(&pod.uid));
                 }
             }
-            Action::Fault(fault) => core.disturb(fault.clone()),
-            Action::RuntimeRestarts { seconds } => core.restart_runtime(*seconds),
+            Action::Fault(fault) => core.disturbances.disturb(fault.clone()),
+            Action::RuntimeRestarts { seconds } => core.disturbances.restart_runtime(*seconds),
             Action::Kill { calls, after_effect, seconds } => {
-                core.kill_at(*calls, *after_effect, Duration::from_secs(*seconds));
+                core.disturbances.kill_at(*calls, *after_effect, Duration::from_secs(*seconds));
             }
             Action::Reboot { seconds } => {
                 core.record(Fact::Rebooted);
@@ -287,7 +280,7 @@ impl<'a> Node<'a> {
         self.machine.core.running(&uid, &name)
     }
 
-    fn create(&mut self, pod: &Pod, listed: bool) {
+    fn create(&mut self, pod: &Pod) {
         self.pods.insert(pod.name.clone(), pod.clone());
         self.machine.core.record(Fact::Wanted(pod.judged()));
         if pod.is_static {
@@ -298,13 +291,10 @@ impl<'a> Node<'a> {
             let _ = std::fs::rename(temporary, file);
             return;
         }
-        if let Ok(object) = serde_json::from_value(pod.object()) {
-            self.objects.insert(pod.name.clone(), object);
-        }
-        self.publish_if(listed);
+        self.api_server.create(pod);
     }
 
-    fn delete(&mut self, name: &str, grace: Option<u64>, listed: bool) {
+    fn delete(&mut self, name: &str, grace: Option<u64>) {
         let Some(pod) = self.pods.remove(name) else { return };
         if pod.is_static {
             self.machine.core.record(Fact::Unwanted { uid: pod.uid });
@@ -317,82 +307,28 @@ impl<'a> Node<'a> {
             self.remove_object(name);
             return;
         }
-        if let Some(object) = self.objects.get_mut(name) {
-            let seconds = i64::try_from(seam::elapsed().as_secs()).unwrap_or(0);
-            let value = json!(seconds_as_time(seconds));
-            object.metadata.deletion_timestamp = serde_json::from_value(value).ok();
-            object.metadata.deletion_grace_period_seconds = Some(i64::try_from(grace).unwrap_or(i64::MAX));
-        }
-        self.publish_if(listed);
+        self.api_server.delete(name, grace);
     }
 
-    fn resize(&mut self, name: &str, cpu: u64, listed: bool) {
+    fn resize(&mut self, name: &str, cpu: u64) {
         let Some(pod) = self.pods.get_mut(name).filter(|pod| !pod.is_static) else { return };
         let Some(first) = pod.containers.iter_mut().find(|c| c.role == beelet_judge::trace::Role::Main)
         else {
             return;
         };
         first.cpu = cpu;
-        let object = pod.object();
         self.machine.core.record(Fact::Wanted(pod.judged()));
-        if let (Some(known), Ok(new)) =
-            (self.objects.get_mut(name), serde_json::from_value::<core::Pod>(object))
-        {
-            known.spec = new.spec;
-            known.metadata.generation = known.metadata.generation.map(|generation| generation + 1);
-        }
-        self.publish_if(listed);
+        self.api_server.update(pod);
     }
 
     fn manifest(&self, name: &str) -> PathBuf {
         self.dir.join("manifests").join(format!("{name}.yaml"))
     }
 
-    // ---- The API server ----
-
     fn remove_object(&mut self, name: &str) {
-        let Some(object) = self.objects.remove(name) else { return };
-        self.machine.core.record(Fact::Unwanted { uid: object.metadata.uid.unwrap_or_default() });
-        self.publish();
-    }
-
-    fn publish_if(&self, listed: bool) {
-        if listed {
-            self.publish();
+        if let Some(uid) = self.api_server.remove(name) {
+            self.machine.core.record(Fact::Unwanted { uid });
         }
-    }
-
-    fn publish(&self) {
-        let mut objects = Objects::default();
-        objects.set_services(Services::new(Vec::new()));
-        let pods = self.objects.values().map(|pod| (PodName::of(pod), Arc::new(pod.clone()))).collect();
-        self.source.send_replace(Arc::new(Desired {
-            pods,
-            objects: Arc::new(objects),
-            ..Desired::default()
-        }));
-    }
-
-    /// Writes the statuses of the agent's pods to their objects. Returns the names of deleted pods that have
-    /// released everything, with the times of their removal.
-    fn read_statuses(&mut self, table: &PodTable) -> Vec<(String, Duration)> {
-        let mut released = Vec::new();
-        let mut changed = false;
-        for (name, entry) in &table.pods {
-            let Some(object) = self.objects.get_mut(&name.name) else { continue };
-            if object.metadata.uid != entry.pod.metadata.uid {
-                continue;
-            }
-            changed |= object.status != entry.pod.status;
-            object.status.clone_from(&entry.pod.status);
-            if object.metadata.deletion_timestamp.is_some() && entry.cleared {
-                released.push((name.name.clone(), seam::elapsed() + FINALIZED));
-            }
-        }
-        if changed && self.plan.echoes {
-            self.publish();
-        }
-        released
     }
 
     // ---- The agent ----
@@ -412,7 +348,7 @@ impl<'a> Node<'a> {
         let connect = Connect(Arc::new(move || {
             let (cri, core) = (Arc::clone(&cri), Arc::clone(&core));
             Box::pin(async move {
-                let token = core.connection().ok_or(std::io::ErrorKind::ConnectionRefused)?;
+                let token = core.disturbances.connection().ok_or(std::io::ErrorKind::ConnectionRefused)?;
                 Ok(Box::new(Cable::new(cri.connect(), token)) as Box<dyn Connection>)
             })
         }));
@@ -446,11 +382,8 @@ impl<'a> Node<'a> {
         Cgroups::over_folders(layout, "/").ok().map(Arc::new)
     }
 
-    fn config(&self) -> Result<Config, impl std::fmt::Debug + use<>> {
-        let (mut config, _) = match Config::with_defaults() {
-            Ok(loaded) => loaded,
-            Err(faults) => return Err(faults),
-        };
+    fn config(&self) -> Result<Config, ConfigFaults> {
+        let (mut config, _) = Config::with_defaults()?;
         let path = |name: &str| self.dir.join(name);
         config.node_name = "n1".to_owned();
         config.static_pod_path = Some(path("manifests"));
@@ -547,11 +480,4 @@ fn status_of(entry: &PodEntry) -> Status {
         phase: status.phase.unwrap_or_default(),
         reason: status.reason,
     }
-}
-
-/// Returns the simulated wall-clock time as RFC 3339, within the first day's month.
-fn seconds_as_time(seconds: i64) -> String {
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let (day, hour, minute, second) = (1 + days % 28, rest / 3600, rest / 60 % 60, rest % 60);
-    format!("2027-01-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }

@@ -1,5 +1,5 @@
-//! A plan: everything that happens to a node from outside, in order of time. A seed makes a plan; the shrinker
-//! makes shorter ones.
+//! A plan: everything that happens to a node from outside, in order of time. A seed makes a plan; the
+//! shrinker makes shorter ones.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,6 +1,7 @@
 //! Time and randomness of the simulation, below the standard library: this program's own `clock_gettime` and
 //! `getrandom` replace the C library's, so that `Instant`, `SystemTime`, the keys of hash maps and tokio's
-//! random choices follow the simulation, in the agent and in every library (docs/decisions/0028-simulation.md).
+//! random choices follow the simulation, in the agent and in every library
+//! (docs/decisions/0028-simulation.md).
 //!
 //! Outside of a simulation both functions ask the kernel, as the C library's do.
 
@@ -98,7 +99,10 @@ fn simulated(clock: libc::clockid_t) -> Option<u64> {
 /// # Safety
 /// `time` points to a writable timespec, as the C function requires.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn clock_gettime(clock: libc::clockid_t, time: *mut libc::timespec) -> libc::c_int {
+pub(crate) unsafe extern "C" fn clock_gettime(
+    clock: libc::clockid_t,
+    time: *mut libc::timespec,
+) -> libc::c_int {
     let Some(now) = simulated(clock) else {
         // SAFETY: the arguments are the caller's, and the system call has the function's own contract.
         let result = unsafe { libc::syscall(libc::SYS_clock_gettime, clock, time) };

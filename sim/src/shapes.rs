@@ -69,7 +69,8 @@ fn shape(rng: &mut Rng, role: Role, number: usize, restart: Restart) -> Shape {
         }
     }
     let stops = (rng.f64() < 0.8).then(|| if rng.bool() { 0 } else { rng.u64(1..30) });
-    let cpu = 50 * if rng.f64() < 0.9 { rng.u64(1..8) } else { rng.u64(8..24) };
+    // Some pods are large, so that the node is full at times.
+    let cpu = 50 * if rng.f64() < 0.7 { rng.u64(1..8) } else { rng.u64(8..24) };
     let hook = role != Role::Init && rng.f64() < 0.1;
     Shape { name: role_name(role, number), role, cpu, lives, stops, probes, hook }
 }

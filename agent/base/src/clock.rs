@@ -1,6 +1,6 @@
 //! Clocks that cannot be set: the monotonic clock that both halves share, the boot clock, which also runs
-//! while the machine sleeps, and a thread's CPU clock. In a simulation the first two follow its clock. Also sums of a time and a duration that never
-//! overflow.
+//! while the machine sleeps, and a thread's CPU clock. In a simulation the first two follow its clock. Also
+//! sums of a time and a duration that never overflow.
 
 use std::time::Duration;
 

@@ -88,8 +88,8 @@ impl Runtime {
         Ok(Runtime { runtime: Arc::clone(&socket), images: socket, request_timeout, metrics: Metrics::new() })
     }
 
-    /// Returns a client of a simulated runtime that is reached by `connect`. `name` replaces the socket's path
-    /// in messages.
+    /// Returns a client of a simulated runtime that is reached by `connect`. `name` replaces the socket's
+    /// path in messages.
     #[must_use]
     pub fn over(name: &Path, connect: Connect, request_timeout: Duration) -> Self {
         let socket = Arc::new(Socket::over(name.to_owned(), connect));

@@ -2,8 +2,8 @@
 //! where the kubelet's behaviour is the contract. Must never use the agent's code: a judge that shares the
 //! agent's mistakes acquits them.
 //!
-//! [`Judge::observe`] checks the rules that always hold, at each fact; [`Judge::finish`] checks the rules that
-//! must come about, once the last fault is over and the node had time to converge.
+//! [`Judge::observe`] checks the rules that always hold, at each fact; [`Judge::finish`] checks the rules
+//! that must come about, once the last fault is over and the node had time to converge.
 
 pub mod rules;
 pub mod trace;

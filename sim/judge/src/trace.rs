@@ -1,6 +1,6 @@
-//! The facts of a simulated node, in the words of Kubernetes' API and of CRI. The simulation records them where
-//! they happen: at the users, in the runtime, in the published status. None of them comes from the agent's
-//! own reasoning.
+//! The facts of a simulated node, in the words of Kubernetes' API and of CRI. The simulation records them
+//! where they happen: at the users, in the runtime, in the published status. None of them comes from the
+//! agent's own reasoning.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -188,7 +188,7 @@ pub enum Role {
     Init,
     /// Init container with `restartPolicy: Always` (KEP-753).
     Sidecar,
-    /// One of the pod's own containers.
+    /// A container of the pod's own list.
     Main,
 }
 
