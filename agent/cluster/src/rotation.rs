@@ -200,8 +200,8 @@ impl Identity {
 
 /// Copies the certificate and the key that a kubeconfig contains into an empty store, as the kubelet's store
 /// does with its first certificate; returns true if it did. kubeadm waits for the copy, then points the
-/// kubeconfig of the first node to it (`kubelet-finalize`), and from then on the agent renews the certificate.
-/// Blocking.
+/// kubeconfig of the first node to it (`kubelet-finalize`), and from then on the agent renews the
+/// certificate. Blocking.
 fn keep_embedded(kubeconfig: &Path, store: &Store, now: Timestamp) -> Result<bool, Error> {
     if store.current().symlink_metadata().is_ok() {
         return Ok(false);

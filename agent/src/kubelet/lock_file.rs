@@ -1,6 +1,6 @@
-//! `--lock-file` and `--exit-on-lock-contention`: agents that take turns on a node. An agent waits for the lock
-//! before it starts; with the second flag it ends as soon as another process opens or removes the file, as a
-//! kubelet does (cmd/kubelet/app/server.go and server_linux.go).
+//! `--lock-file` and `--exit-on-lock-contention`: agents that take turns on a node. An agent waits for the
+//! lock before it starts; with the second flag it ends as soon as another process opens or removes the file,
+//! as a kubelet does (cmd/kubelet/app/server.go and server_linux.go).
 
 use std::{
     fs::{File, OpenOptions},

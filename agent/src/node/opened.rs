@@ -142,8 +142,8 @@ async fn puller(services: &Services) -> Result<Puller> {
 }
 
 /// Returns the runtime's driver, if reported, otherwise the configured one. As under the kubelet
-/// (`KubeletCgroupDriverFromCRI`), the runtime's report wins: kubeadm writes `cgroupDriver: systemd` for every
-/// node.
+/// (`KubeletCgroupDriverFromCRI`), the runtime's report wins: kubeadm writes `cgroupDriver: systemd` for
+/// every node.
 fn effective_driver(
     configured: Option<CgroupDriver>,
     reported: Option<CgroupDriver>,

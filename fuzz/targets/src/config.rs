@@ -21,7 +21,8 @@ pub fn config(input: &[u8]) {
     match load::parse(Path::new("/effective.yaml"), &printed) {
         Ok((again, mut warnings)) => {
             assert_eq!(again, config, "{printed}");
-            // A gate without an effect stays in the document, as in a kubelet's, and causes its warning again.
+            // A gate without an effect stays in the document, as in a kubelet's, and causes its warning
+            // again.
             warnings.retain(|warning| !warning.field.starts_with("featureGates."));
             assert!(warnings.is_empty(), "{warnings:?}\n{printed}");
         }

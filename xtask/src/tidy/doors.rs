@@ -29,6 +29,7 @@ const OWN_THREADS: &[&str] = &[
     "agent/codec/src/document.rs",
     "agent/logs/src/changes.rs",
     "agent/probes/src/manager.rs",
+    "agent/src/kubelet/lock_file.rs",
     "agent/volumes/src/mounts.rs",
 ];
 

@@ -2,6 +2,7 @@ use std::sync::Arc;
 
 use beelet_policy::pod::{Container, ContainerState, Observed, Sandbox, why};
 use beelet_proto::cri;
+use beelet_spec::resize;
 use serde_json::json;
 
 use super::{containers::FORGOTTEN, *};

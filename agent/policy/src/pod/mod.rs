@@ -283,7 +283,7 @@ impl<'a> Decision<'a> {
 
     /// Starts an init container if needed; returns true once it has succeeded.
     fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
-        // An instance that was stopped for a resize has not succeeded, whatever its exit code.
+        // An instance that was stopped for a resize has not succeeded, even with exit code 0.
         let here = self.here(&spec.name).filter(|container| !self.is_outdated(container));
         if let Some(ContainerState::Exited { exit_code: 0, .. }) = here.map(|c| &c.state) {
             return true;
