@@ -2,9 +2,9 @@
 //! over a pipe.
 //!
 //! The *entrant* is forked on the machine. The entrant joins the container's cgroups and namespaces and
-//! takes the container's identity; the container cannot see it, since its pid is in the machine's namespace.
-//! Only then does it fork the *command*, the first process that the container can see, which has nothing that
-//! the container does not have.
+//! takes the container's identity; the container cannot see this process, since its pid is in the machine's
+//! namespace. Only then does the entrant fork the *command*, the first process that the container can see,
+//! which has nothing that the container does not have.
 //!
 //! Must not read /proc in the container, or open any of its files before the identity is the container's.
 

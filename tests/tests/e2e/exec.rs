@@ -24,7 +24,10 @@ pub(crate) struct Direct {
 
 impl Direct {
     pub(crate) fn start() -> Direct {
-        let containerd = Containerd::start_for_test().unwrap();
+        Direct::on(Containerd::start_for_test().unwrap())
+    }
+
+    fn on(containerd: Containerd) -> Direct {
         let helper = Helper::start(containerd.dir()).unwrap();
         let options = directly(Options::on(&containerd), &helper);
         let agent = beelet_tests::agent::Agent::start(as_installed(options)).unwrap();
@@ -90,7 +93,18 @@ fn differences(runtime: &str, direct: &str) -> Vec<String> {
 #[test]
 fn a_command_has_the_identity_that_the_runtime_would_give_it() {
     require!(containerd);
-    let direct = Direct::start();
+    check_identity(&Direct::start());
+}
+
+#[test]
+fn so_it_has_on_a_containerd_2() {
+    require!(containerd_2);
+    check_identity(&Direct::on(Containerd::start_version_2_for_test().unwrap()));
+}
+
+/// Compares a command's report about itself with that of the same command under `ExecSync`, in containers of
+/// several kinds.
+fn check_identity(direct: &Direct) {
     let report = ["/bin/testapp", "report"];
     let security = |context: Value| manifests::with(probed("x", &report), "securityContext", context);
     let user = json!({
