@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use serde_json::{Value, json};
 
 use super::assigned::{UID, assigned, desired, node_with};
-use super::node::{Node, View, container, pod, with};
+use super::node::{Node, View, container, pod, until_seen, with};
 
 /// A port of this machine on which nothing listens until the test opens it.
 fn free() -> u16 {
@@ -30,6 +30,15 @@ fn changes(node: &Node) -> Vec<String> {
     all.filter_map(|event| event.strip_prefix("ContainerProbeChanged: ").map(str::to_owned)).collect()
 }
 
+/// Waits until this number of different changes was recorded. An event may come after the table's change.
+async fn until_changes(node: &Node, count: usize) {
+    until_seen("the events of changes", || match changes(node) {
+        found if found.len() == count => Ok(()),
+        found => Err(format!("{found:?}")),
+    })
+    .await;
+}
+
 /// Checks that the pod is the same, with its first container.
 fn check_same(node: &Node, before: &View, now: &View) {
     assert_eq!(now.uid(), before.uid());
@@ -52,7 +61,7 @@ async fn a_manifest_of_which_only_probes_change_keeps_its_pod() {
     check_same(&node, &first, &node.until_ready("web").await);
     node.apply(&probed(&[("readiness", &bad)]));
     check_same(&node, &first, &node.until_pod("web", "to be unready", |pod| !pod.ready()).await);
-    node.until("the event", |_| (changes(&node).len() == 3).then_some(())).await;
+    until_changes(&node, 3).await;
     // Equal events are counted, not repeated.
     let expected = ["updated", "removed", "added"];
     assert_eq!(changes(&node), expected.map(|action| format!("Container main: readiness probe {action}")));
@@ -124,7 +133,7 @@ async fn an_answer_to_an_earlier_question_does_not_count() {
     node.until_ready("web").await;
     let held = tokio::task::spawn_blocking(move || silent.accept()).await.unwrap().unwrap();
     node.apply(&probed(&[("liveness", &probe(open.local_addr().unwrap().port()))]));
-    node.until("the event", |_| (!changes(&node).is_empty()).then_some(())).await;
+    until_changes(&node, 1).await;
     // The new probe looks again beyond the timeout of the question in flight.
     let from = jiff::Timestamp::now();
     loop {
