@@ -354,7 +354,7 @@ impl<'a> Node<'a> {
         }));
         Doors {
             runtime: Some(Runtime::over(Path::new("/run/simulated.sock"), connect, Duration::from_secs(120))),
-            cgroups: self.cgroups(),
+            cgroups: cgroups(&self.dir),
             machine: Some(Hardware {
                 cpus: usize::try_from(CPU / 1000).unwrap_or(1),
                 memory_bytes: MEMORY,
@@ -369,17 +369,6 @@ impl<'a> Node<'a> {
             own_process: false,
             ..Doors::default()
         }
-    }
-
-    fn cgroups(&self) -> Option<Arc<Cgroups>> {
-        let hierarchy = |name: &str| Hierarchy {
-            mount: self.dir.join("cgroup").join(name),
-            is_v2: false,
-            controllers: [name.to_owned()].into(),
-        };
-        let layout =
-            Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
-        Cgroups::over_folders(layout, "/").ok().map(Arc::new)
     }
 
     fn config(&self) -> Result<Config, ConfigFaults> {
@@ -427,6 +416,16 @@ impl<'a> Node<'a> {
             }
         }
     }
+}
+
+fn cgroups(dir: &Path) -> Option<Arc<Cgroups>> {
+    let hierarchy = |name: &str| Hierarchy {
+        mount: dir.join("cgroup").join(name),
+        is_v2: false,
+        controllers: [name.to_owned()].into(),
+    };
+    let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+    Cgroups::over_folders(layout, "/").ok().map(Arc::new)
 }
 
 /// Follows the agent's pod table and passes on the kernel's hints, until the agent ends.

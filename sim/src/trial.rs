@@ -1,4 +1,4 @@
-//! The simulation of a plan, on a thread of its own: the keys of a thread's hash maps come from the seed, too.
+//! The simulation of a plan, on a thread of its own: the keys of a thread's hash maps come from the seed.
 
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -1,9 +1,9 @@
 //! The seam between the agent and a simulated machine (docs/decisions/0028-simulation.md).
 //!
-//! A simulation runs the whole agent on one thread with a paused clock. On such a thread, the agent's
-//! blocking work becomes a task of the same thread ([`crate::blocking`]), parts with their own thread run as a
-//! task, and the clocks of [`crate::clock`] follow the paused one. Everywhere else the seam has no effect. Must
-//! never change what the agent does, only where the work runs and which clock it reads.
+//! A simulation runs the whole agent on one thread with a paused clock. On such a thread, blocking work
+//! becomes a task of the same thread ([`crate::blocking`]), parts with their own thread run as a task, and
+//! the clocks of [`crate::clock`] follow the paused one. Everywhere else the seam has no effect. Must never
+//! change what the agent does, only where the work runs and which clock it reads.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
