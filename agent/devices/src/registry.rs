@@ -83,7 +83,7 @@ enum Registered {
 /// Result of a query that did not fail.
 enum Met {
     /// The plugin is registered, and waits for the notification of this client.
-    Registered(Registered, Client),
+    Registered(Registered, Box<Client>),
     /// No handler has the plugin's kind.
     Foreign,
 }
@@ -343,7 +343,7 @@ impl Host {
             return Ok(Met::Foreign);
         };
         match registered {
-            Ok(plugin) => Ok(Met::Registered(plugin, client)),
+            Ok(plugin) => Ok(Met::Registered(plugin, Box::new(client))),
             Err(cause) => {
                 refuse(&mut client, cause.to_string()).await;
                 Err(cause)

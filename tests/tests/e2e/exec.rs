@@ -97,7 +97,7 @@ fn a_command_has_the_identity_that_the_runtime_would_give_it() {
 }
 
 #[test]
-fn so_it_has_on_a_containerd_2() {
+fn a_command_has_that_identity_on_containerd_2_too() {
     require!(containerd_2);
     check_identity(&Direct::on(Containerd::start_version_2_for_test().unwrap()));
 }
