@@ -278,12 +278,11 @@ fn the_runtimes_cgroup_driver_replaces_the_configured_one() {
     // As kubeadm writes it for every node.
     let options = options.kubelet("cgroupDriver", "systemd").beelet("bpf", "off");
     let agent = Agent::start(options).unwrap();
-    let log = agent.log();
     let sentence = "the container runtime's cgroup driver, cgroupfs, replaces `cgroupDriver: systemd` of the configuration: \
                     remove the field";
-    assert!(log.contains(sentence), "{log}");
-    assert!(
-        cgroup.dirs().iter().any(|dir| dir.join("kubepods").exists()),
-        "the agent has created no cgroups of the cgroupfs driver"
-    );
+    let warned = || if agent.log().contains(sentence) { Ok(()) } else { Err(agent.log()) };
+    workdir::wait_for("the warning", workdir::PATIENCE, warned).unwrap();
+    let made = || cgroup.dirs().iter().any(|dir| dir.join("kubepods").exists());
+    let made = || if made() { Ok(()) } else { Err(agent.log()) };
+    workdir::wait_for("the cgroups of the cgroupfs driver", workdir::PATIENCE, made).unwrap();
 }
