@@ -45,8 +45,11 @@ pub(super) fn run(file: &Path) -> Result<(), String> {
                 .map(|all| all.map(|target| target.display().to_string()).collect())
                 .unwrap_or_default();
             let environment = fs::read(dir.join("environ")).unwrap_or_default();
-            let is_helper = status.starts_with(&format!("Name:\t{HELPER}\n"))
-                || link.as_ref().is_ok_and(|link| link.to_string_lossy().contains(HELPER));
+            let named = |status: &str| status.starts_with(&format!("Name:\t{HELPER}\n"));
+            let is_helper =
+                named(&status) || link.as_ref().is_ok_and(|link| link.to_string_lossy().contains(HELPER));
+            // The process may have become the command by now, whose environment is the container's own.
+            let is_still_helper = named(&fs::read_to_string(dir.join("status")).unwrap_or_default());
             if !is_helper {
                 continue;
             }
@@ -64,7 +67,7 @@ pub(super) fn run(file: &Path) -> Result<(), String> {
             let (permitted, bounding, uid) = (field("CapPrm:"), field("CapBnd:"), field("Uid:"));
             writeln!(log, "seen uid={uid} permitted={permitted} bounding={bounding} files={files:?}")
                 .map_err(text)?;
-            if !environment.is_empty() {
+            if is_still_helper && !environment.is_empty() {
                 writeln!(log, "environment of {} bytes", environment.len()).map_err(text)?;
             }
         }
