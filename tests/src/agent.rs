@@ -404,18 +404,26 @@ pub fn binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("BEELET_BIN") {
         return Ok(PathBuf::from(path));
     }
+    build("beelet")
+}
+
+/// Builds the program of the package of the same name, and returns its path.
+///
+/// # Errors
+/// Cargo fails.
+pub(crate) fn build(name: &str) -> Result<PathBuf> {
     let target = workdir::target_dir();
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .current_dir(workdir::repository())
-        .args(["build", "--quiet", "--package", "beelet", "--bin", "beelet", "--target-dir"])
+        .args(["build", "--quiet", "--package", name, "--bin", name, "--target-dir"])
         .arg(&target)
         .output()
-        .context("cannot start cargo to build the agent")?;
+        .with_context(|| format!("cannot start cargo to build {name}"))?;
     if !output.status.success() {
-        bail!("building the agent failed:\n{}", String::from_utf8_lossy(&output.stderr));
+        bail!("building {name} failed:\n{}", String::from_utf8_lossy(&output.stderr));
     }
-    Ok(target.join("debug/beelet"))
+    Ok(target.join("debug").join(name))
 }
 
 /// Connection to a test app's control port.

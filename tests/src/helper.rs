@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
 use crate::agent;
 use crate::guards::Process;
-use crate::workdir::{self, PATIENCE, wait_for};
+use crate::workdir::{PATIENCE, wait_for};
 
 /// A running helper. Dropping it ends its process.
 #[derive(Debug)]
@@ -60,16 +60,5 @@ pub fn binary() -> Result<PathBuf> {
     if beside.exists() && std::env::var_os("BEELET_BIN").is_some() {
         return Ok(beside);
     }
-    let target = workdir::target_dir();
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .current_dir(workdir::repository())
-        .args(["build", "--quiet", "--package", "beelet-exec", "--bin", "beelet-exec", "--target-dir"])
-        .arg(&target)
-        .output()
-        .context("cannot start cargo to build the helper")?;
-    if !output.status.success() {
-        bail!("building the helper failed:\n{}", String::from_utf8_lossy(&output.stderr));
-    }
-    Ok(target.join("debug/beelet-exec"))
+    agent::build("beelet-exec")
 }

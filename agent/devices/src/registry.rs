@@ -7,7 +7,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io,
-    os::{fd::OwnedFd, unix::fs::MetadataExt as _},
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -50,7 +50,7 @@ struct Socket {
     identity: Identity,
     /// Keeps the inode's number in use, so that the socket of a restarted plugin gets another one. `None` if
     /// the descriptor cannot be opened (EMFILE): the number may be used again then.
-    file: Option<OwnedFd>,
+    file: Option<File>,
 }
 
 /// Connection to a socket in the registry.
@@ -92,7 +92,7 @@ enum Met {
 #[derive(Debug)]
 struct Known {
     state: SocketState,
-    _file: Option<OwnedFd>,
+    _file: Option<File>,
 }
 
 /// Handlers of other kinds of plugins, by the kind in the plugin's registration info.
@@ -139,9 +139,9 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
 
 /// Finds the socket at this path. Blocks.
 fn find(path: PathBuf) -> io::Result<Socket> {
-    let file = own_file::find(&path).ok();
+    let file = own_file::find(&path).map(File::from).ok();
     let metadata = match &file {
-        Some(file) => File::from(file.try_clone()?).metadata()?,
+        Some(file) => file.metadata()?,
         None => fs::symlink_metadata(&path)?,
     };
     Ok(Socket { identity: (path, metadata.dev(), metadata.ino()), file })
