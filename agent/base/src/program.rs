@@ -95,6 +95,10 @@ pub enum ProgramError {
 }
 
 impl ProgramError {
+    fn start(program: &Program, cause: io::Error) -> Self {
+        Self::Start { program: program.name(), cause }
+    }
+
     /// Returns true if the program does not exist.
     #[must_use]
     pub fn is_missing(&self) -> bool {
@@ -124,28 +128,33 @@ impl Program {
 
     /// Adds an option without a value, or a subcommand: a word of the agent's own code.
     #[must_use]
-    pub fn flag(self, name: &'static str) -> Self {
-        self.push(name)
+    pub fn flag(mut self, name: &'static str) -> Self {
+        self.arguments.push(name.into());
+        self
     }
 
     /// Adds an option with a value, which may be any word: `--name=value`, or `-n value`, for which getopt(3)
     /// takes the second word as the value even if it begins with a dash.
     #[must_use]
-    pub fn setting(self, name: &'static str, value: impl AsRef<OsStr>) -> Self {
-        if !name.starts_with("--") {
-            return self.push(name).push(value);
+    pub fn setting(mut self, name: &'static str, value: impl AsRef<OsStr>) -> Self {
+        let value = value.as_ref();
+        if name.starts_with("--") {
+            let mut joined = OsString::from(name);
+            joined.push("=");
+            joined.push(value);
+            self.arguments.push(joined);
+        } else {
+            self.arguments.extend([name.into(), value.to_owned()]);
         }
-        let mut joined = OsString::from(name);
-        joined.push("=");
-        joined.push(value);
-        self.push(joined)
+        self
     }
 
     /// Adds `--`, after which every word is an operand. Not all programs support it.
     #[must_use]
     pub fn end_of_options(mut self) -> Self {
         self.are_options_over = true;
-        self.push("--")
+        self.arguments.push("--".into());
+        self
     }
 
     /// Adds an operand. If it begins with a dash before the end of the options, the program will refuse to
@@ -156,20 +165,23 @@ impl Program {
         if word.as_encoded_bytes().starts_with(b"-") && !self.are_options_over {
             self.refused.get_or_insert_with(|| word.to_owned());
         }
-        self.push(word)
+        self.arguments.push(word.to_owned());
+        self
     }
 
     /// Adds positional words, for a program whose protocol has no options (drivers of `flexVolume`).
     #[must_use]
-    pub fn positional(self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
-        words.into_iter().fold(self, Self::push)
+    pub fn positional(mut self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
+        self.arguments.extend(words.into_iter().map(|word| word.as_ref().to_owned()));
+        self
     }
 
     /// Adds arguments from the node administrator's configuration. Must never be used for words of a
     /// manifest, a driver or a client.
     #[must_use]
-    pub fn configured(self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
-        words.into_iter().fold(self, Self::push)
+    pub fn configured(mut self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
+        self.arguments.extend(words.into_iter().map(|word| word.as_ref().to_owned()));
+        self
     }
 
     /// Sets an environment variable in addition to the agent's environment.
@@ -192,11 +204,6 @@ impl Program {
         &self.arguments
     }
 
-    fn push(mut self, word: impl AsRef<OsStr>) -> Self {
-        self.arguments.push(word.as_ref().to_owned());
-        self
-    }
-
     /// Returns the program's name for messages.
     #[must_use]
     pub fn name(&self) -> String {
@@ -210,9 +217,9 @@ impl Program {
     /// # Errors
     /// The program can't be started, or exceeds its timeout.
     pub async fn run(&self, bounds: Bounds) -> Result<Ended, ProgramError> {
-        let running = self.start_with(bounds.complaints)?;
+        let running = Running::start(self, bounds.complaints)?;
         match tokio::time::timeout(bounds.within, running.finish(&self.input, bounds)).await {
-            Ok(ended) => ended.map_err(|cause| self.failed(cause)),
+            Ok(ended) => ended.map_err(|cause| ProgramError::start(self, cause)),
             // The future was dropped, which killed the program.
             Err(_) => Err(ProgramError::Late { program: self.name(), within: bounds.within }),
         }
@@ -224,7 +231,7 @@ impl Program {
     /// As for [`Self::run`].
     pub fn run_blocking(&self, bounds: Bounds) -> Result<Ended, ProgramError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        runtime.map_err(|cause| self.failed(cause))?.block_on(self.run(bounds))
+        runtime.map_err(|cause| ProgramError::start(self, cause))?.block_on(self.run(bounds))
     }
 
     /// Starts the program, for a caller that reads its output piece by piece. Its standard error is
@@ -233,19 +240,7 @@ impl Program {
     /// # Errors
     /// The program can't be started.
     pub fn start(&self) -> Result<Running, ProgramError> {
-        self.start_with(Complaints::Unheard)
-    }
-
-    fn start_with(&self, complaints: Complaints) -> Result<Running, ProgramError> {
-        if let Some(word) = &self.refused {
-            let word = word.to_string_lossy().into_owned();
-            return Err(ProgramError::Option { program: self.name(), word });
-        }
-        Running::start(self, complaints).map_err(|cause| self.failed(cause))
-    }
-
-    fn failed(&self, cause: io::Error) -> ProgramError {
-        ProgramError::Start { program: self.name(), cause }
+        Running::start(self, Complaints::Unheard)
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::{
     process::{Child, Command},
 };
 
-use super::{Bounds, Complaints, Ended, Program};
+use super::{Bounds, Complaints, Ended, Program, ProgramError};
 
 /// Bytes per read: the capacity of a pipe on most machines, see pipe(7).
 const PIECE: usize = 64 << 10;
@@ -32,7 +32,18 @@ pub struct Running {
 
 impl Running {
     /// Starts a program in a group of its own.
-    pub(super) fn start(program: &Program, complaints: Complaints) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// An argument looks like an option, or the program can't be started.
+    pub(super) fn start(program: &Program, complaints: Complaints) -> Result<Self, ProgramError> {
+        if let Some(word) = &program.refused {
+            let word = word.to_string_lossy().into_owned();
+            return Err(ProgramError::Option { program: program.name(), word });
+        }
+        Self::start_checked(program, complaints).map_err(|cause| ProgramError::start(program, cause))
+    }
+
+    fn start_checked(program: &Program, complaints: Complaints) -> io::Result<Self> {
         let (output, writer) = io::pipe()?;
         let (errors, error_writer) = match complaints {
             Complaints::Unheard => (None, Stdio::null()),
