@@ -1,10 +1,7 @@
-//! Arithmetic of admission: pods that have room, wait for room or are terminating. Time is an argument.
+//! Arithmetic of admission: decides which pods get room, wait, preempt others or are rejected. Time is an
+//! argument.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use beelet_base::clock::After as _;
 use beelet_model::failure::{REJECTED, Refusal as Waits};
@@ -12,13 +9,17 @@ use beelet_policy::{
     admission::{self, Refusal, preemption},
     devices::registration::is_extended_resource_name,
     dra::is_claimed,
-    resources::{critical::is_critical, resize_order},
+    resources::resize_order,
 };
 use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 
-use super::{AdmissionRejection, NodeResources, ResizeDeferral, grace_of, patience};
+use super::{
+    AdmissionRejection, NodeResources, ResizeDeferral,
+    book::{Book, Claims, Leaving, Tenant, uid_of},
+    grace_of,
+};
 
 /// Time for which room is reserved for a pod that was asked to restart.
 const RESERVED: Duration = Duration::from_secs(60);
@@ -46,81 +47,24 @@ pub(super) enum Verdict {
     },
 }
 
-/// Pod that has room.
-#[derive(Debug)]
-struct Tenant {
-    pod: Arc<core::Pod>,
-    /// Deadline of a terminating pod. After it the pod counts as overdue.
-    leaves_by: Option<Instant>,
-    /// The pod has just been admitted: its amounts may have changed while it waited.
-    is_new: bool,
-}
-
-/// Pod that waits for room or has a reservation.
-#[derive(Debug)]
-struct Claim {
-    pod: Arc<core::Pod>,
-    /// Place in the queue.
-    number: u64,
-    /// Expiry of a reservation.
-    until: Option<Instant>,
-}
-
-/// Room of admitted pods, and the queue of pods that wait for room.
+/// Decides which pods get the room of the node.
 #[derive(Debug)]
 pub(super) struct Ledger {
     resources: NodeResources,
     policy: preemption::Policy,
-    /// By UID.
-    tenants: BTreeMap<String, Tenant>,
-    /// By UID.
-    claims: BTreeMap<String, Claim>,
-    next_number: u64,
-    /// Counts releases of room: see [`Self::changes`].
-    changes: u64,
-}
-
-/// Terminating pods that count as present.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Leaving {
-    /// All.
-    All,
-    /// Those past their deadline.
-    Overdue,
-    /// No terminating pod.
-    None,
-}
-
-/// Earlier claims that count as if they had their room.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Claims {
-    /// All.
-    All,
-    /// Those of critical pods: room is being made for them.
-    Critical,
+    /// The pods, without judgement.
+    pub(super) book: Book,
 }
 
 impl Ledger {
     pub(super) fn new(resources: NodeResources, policy: preemption::Policy) -> Self {
-        let (tenants, claims) = (BTreeMap::new(), BTreeMap::new());
-        Self { resources, policy, tenants, claims, next_number: 0, changes: 0 }
+        Self { resources, policy, book: Book::default() }
     }
 
-    /// Returns a counter of the events that others may wait for: room released, pods terminating, claims
-    /// given up. Every change that removes or shrinks a tenant or claim must count here.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes
-    }
-
-    /// Returns true if the pod has room and is not terminating.
-    pub(super) fn has(&self, uid: &str) -> bool {
-        self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
-    }
-
-    /// Like [`Self::has`], for a pod that asks again. The first call after the admission adopts the amounts
+    /// Like [`Book::has`], for a pod that asks again. The first call after the admission adopts the amounts
     /// in `pod`, which may have changed in the meantime. Later only [`Self::resize`] changes them.
     pub(super) fn still_has(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
-        let tenant = self.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.leaves_by.is_none());
+        let tenant = self.book.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.leaves_by.is_none());
         let Some(tenant) = tenant else { return false };
         let known = Arc::clone(&tenant.pod);
         if std::mem::take(&mut tenant.is_new) && !Arc::ptr_eq(&known, pod) {
@@ -130,60 +74,14 @@ impl Ledger {
         true
     }
 
-    pub(super) fn adopt(&mut self, pod: &Arc<core::Pod>) {
-        let uid = uid_of(pod);
-        self.claims.remove(&uid);
-        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new: false });
-    }
-
-    /// Counts a release, if there was one.
-    fn count_change(&mut self, changed: bool) {
-        self.changes = self.changes.wrapping_add(u64::from(changed));
-    }
-
-    /// Marks a pod as terminating.
-    pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) {
-        self.withdraw(uid);
-        let Some(tenant) = self.tenants.get_mut(uid) else { return };
-        let by = now.after(patience(grace));
-        if tenant.leaves_by.is_none_or(|known| by < known) {
-            tenant.leaves_by = Some(by);
-            self.count_change(true);
-        }
-    }
-
-    /// Releases the room of a terminated pod.
-    pub(super) fn released(&mut self, uid: &str) {
-        let removed = self.tenants.remove(uid).is_some();
-        self.count_change(removed);
-    }
-
-    /// Removes a pod from the queue.
-    pub(super) fn withdraw(&mut self, uid: &str) {
-        let removed = self.claims.remove(uid).is_some();
-        self.count_change(removed);
-    }
-
-    /// Drops expired reservations.
-    pub(super) fn expire(&mut self, now: Instant) {
-        let before = self.claims.len();
-        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
-        self.count_change(self.claims.len() < before);
-    }
-
-    /// Returns the time at which the next reservation expires.
-    pub(super) fn next_expiry(&self) -> Option<Instant> {
-        self.claims.values().filter_map(|claim| claim.until).min()
-    }
-
     /// Admits `pod`, or decides whether it waits, preempts or is rejected.
     pub(super) fn decide(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
-        if self.has(&uid) {
+        if self.book.has(&uid) {
             return Verdict::Admitted;
         }
-        self.expire(now);
-        if self.tenants.contains_key(&uid) {
+        self.book.expire(now);
+        if self.book.tenants.contains_key(&uid) {
             // The earlier instance of the pod must terminate first.
             return self.wait(pod, now);
         }
@@ -195,9 +93,7 @@ impl Ledger {
     }
 
     fn admit(&mut self, pod: &Arc<core::Pod>) -> Verdict {
-        let uid = uid_of(pod);
-        self.claims.remove(&uid);
-        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new: true });
+        self.book.enter(pod, true);
         Verdict::Admitted
     }
 
@@ -217,7 +113,7 @@ impl Ledger {
             let victims: Vec<Arc<core::Pod>> =
                 decided.victims.iter().filter_map(|i| asked.get(*i).cloned()).collect();
             for victim in &victims {
-                self.leaving(&uid_of(victim), now, grace_of(victim));
+                self.book.leaving(&uid_of(victim), now, grace_of(victim));
             }
             let resource = decided.reasons.first().map(|r| r.resource.clone()).unwrap_or_default();
             let Verdict::Wait { until } = self.wait(pod, now) else { return Verdict::Admitted };
@@ -245,17 +141,17 @@ impl Ledger {
         now: Instant,
     ) -> Result<(), ResizeDeferral> {
         let uid = uid_of(pod);
-        self.expire(now);
-        let tenant = self.tenants.remove(&uid);
+        self.book.expire(now);
+        let tenant = self.book.tenants.remove(&uid);
         let had = tenant.as_ref().map_or(before, |tenant| &tenant.pod);
         let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
         // Other pods may use the difference.
         let gives_back = room.is_ok() && resize_order::grows(pod, had);
         if let Some(Tenant { pod: before, leaves_by, is_new }) = tenant {
-            self.count_change(gives_back);
+            self.book.count_change(gives_back);
             let is_new = is_new && room.is_err();
             let pod = if room.is_ok() { Arc::clone(pod) } else { before };
-            self.tenants.insert(uid, Tenant { pod, leaves_by, is_new });
+            self.book.tenants.insert(uid, Tenant { pod, leaves_by, is_new });
         }
         room
     }
@@ -272,12 +168,12 @@ impl Ledger {
     /// Reserves room for a pod that is not on the node. Returns false if the pod does not fit, not even by
     /// preemption.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
-        self.expire(now);
+        self.book.expire(now);
         let uid = uid_of(pod);
-        let room = !self.tenants.contains_key(&uid)
+        let room = !self.book.tenants.contains_key(&uid)
             && self.ask(pod, (Leaving::All, Claims::All), now).is_ok_and(|(decided, _)| decided.admitted);
         if room {
-            self.claim(pod, Some(now.after(RESERVED)));
+            self.book.claim(pod, Some(now.after(RESERVED)));
         }
         room
     }
@@ -290,20 +186,7 @@ impl Ledger {
         (leaving, claims): (Leaving, Claims),
         now: Instant,
     ) -> Result<(admission::Admission, Vec<Arc<core::Pod>>), AdmissionRejection> {
-        let mut asked = Vec::with_capacity(self.tenants.len());
-        for tenant in self.tenants.values() {
-            match tenant.leaves_by {
-                None => asked.push(Arc::clone(&tenant.pod)),
-                Some(_) if leaving == Leaving::All => asked.push(unmovable(&tenant.pod)),
-                Some(by) if leaving == Leaving::Overdue && by <= now => asked.push(unmovable(&tenant.pod)),
-                Some(_) => {}
-            }
-        }
-        let counts = |claim: &&Claim| match claims {
-            Claims::All => true,
-            Claims::Critical => is_critical(&claim.pod),
-        };
-        asked.extend(self.before(pod).filter(counts).map(|claim| unmovable(&claim.pod)));
+        let asked = self.book.present(pod, (leaving, claims), now);
         let mut list = self.resources.list();
         // `devices/` assigns devices one by one, since it knows the devices of ended init containers and of
         // each plugin; the scheduler allocates claimed ones. As an amount, enough of them is always available
@@ -320,32 +203,13 @@ impl Ledger {
         })
     }
 
-    /// Returns the claims that precede the pod's: earlier ones. A critical pod yields only to critical ones.
-    fn before(&self, pod: &Arc<core::Pod>) -> impl Iterator<Item = &Claim> {
-        let own = self.claims.get(&uid_of(pod)).map_or(u64::MAX, |claim| claim.number);
-        let critical = is_critical(pod);
-        self.claims.values().filter(move |claim| claim.number < own && (!critical || is_critical(&claim.pod)))
-    }
-
     fn wait(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
-        self.claim(pod, None);
-        let leave = self.tenants.values().filter_map(|tenant| tenant.leaves_by).filter(|by| *by > now);
-        Verdict::Wait { until: leave.chain(self.next_expiry()).min() }
-    }
-
-    /// Creates or updates the pod's claim with its current amounts, keeping its place.
-    fn claim(&mut self, pod: &Arc<core::Pod>, until: Option<Instant>) {
-        let number = self.next_number;
-        let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
-        // A smaller claim releases the difference.
-        let differs = !Arc::ptr_eq(&claim.pod, pod) && claim.pod.spec != pod.spec;
-        (claim.pod, claim.until) = (Arc::clone(pod), until);
-        self.next_number = number.saturating_add(u64::from(claim.number == number));
-        self.count_change(differs);
+        self.book.claim(pod, None);
+        Verdict::Wait { until: self.book.next_change(now) }
     }
 
     fn reject(&mut self, uid: &str, rejection: AdmissionRejection) -> Verdict {
-        self.withdraw(uid);
+        self.book.withdraw(uid);
         Verdict::Rejected(rejection)
     }
 }
@@ -420,19 +284,6 @@ fn extended_resources(pod: &core::Pod) -> BTreeSet<&str> {
         }
     }
     lifted.difference(&counted).copied().collect()
-}
-
-fn uid_of(pod: &core::Pod) -> String {
-    pod.metadata.uid.clone().unwrap_or_default()
-}
-
-/// Returns a copy of the pod that cannot be preempted: it is terminating, or not admitted yet.
-fn unmovable(pod: &Arc<core::Pod>) -> Arc<core::Pod> {
-    let mut pod = core::Pod::clone(pod);
-    if let Some(spec) = &mut pod.spec {
-        spec.priority = Some(i32::MAX);
-    }
-    Arc::new(pod)
 }
 
 impl std::fmt::Display for AdmissionRejection {

@@ -12,6 +12,7 @@
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
+mod book;
 mod ledger;
 mod metrics;
 mod node;
@@ -92,12 +93,53 @@ pub struct Parts {
     pub metrics: Metrics,
 }
 
+impl Parts {
+    /// Rejects all pods on a machine that is shutting down. Otherwise applies the kubelet's rule
+    /// (`pkg/kubelet/eviction`, `Admit`): memory pressure rejects best-effort pods that do not tolerate it;
+    /// any other pressure rejects all pods. Critical pods are always admitted.
+    fn refusal(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
+        if self.shutdown.borrow().is_some() {
+            let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
+            return Some(AdmissionRejection { reason, message, refusal: Refusal::Other });
+        }
+        let conditions = self.conditions.borrow();
+        if conditions.is_empty() || is_critical(pod) {
+            return None;
+        }
+        let only_memory = conditions.iter().all(|condition| *condition == NodeCondition::MemoryPressure);
+        let best_effort = qos_class(pod).is_ok_and(|class| class == QosClass::BestEffort);
+        if only_memory && (!best_effort || tolerates_memory_pressure(pod)) {
+            return None;
+        }
+        let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
+        let message = format!("{REJECTED}The node had condition: [{}]", names.join(" "));
+        Some(AdmissionRejection { reason: EVICTED.to_owned(), message, refusal: Refusal::Other })
+    }
+
+    /// Preempts all victims at once: none waits for another's termination.
+    async fn preempt(&self, pod: &core::Pod, victims: &[Arc<core::Pod>], resource: &str) {
+        for victim in victims {
+            warn!(pod = %PodName::of(pod), victim = %PodName::of(victim), resource, "preempting a pod to make room");
+            self.metrics.preempted(resource);
+            let request = Request::Fail {
+                uid: victim.metadata.uid.clone().unwrap_or_default(),
+                reason: PREEMPTING.to_owned(),
+                message: PREEMPTED_MESSAGE.to_owned(),
+                grace: None,
+            };
+            if self.requests.send(request).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
 /// Decides whether a pod has room. Shared through an `Arc`.
 #[derive(Debug)]
 pub struct Admission {
     parts: Parts,
     ledger: Mutex<Ledger>,
-    /// Publishes each change of [`Ledger::changes`].
+    /// Publishes each change of [`Book::changes`](book::Book::changes).
     changes: watch::Sender<u64>,
 }
 
@@ -110,7 +152,7 @@ pub struct QueuePlace<'a> {
 
 impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
-        self.admission.with(|ledger| ledger.withdraw(&self.uid));
+        self.admission.with(|ledger| ledger.book.withdraw(&self.uid));
     }
 }
 
@@ -130,7 +172,7 @@ impl Admission {
 
     /// Counts a running pod regardless of its requests: it was admitted before the agent's restart.
     pub fn adopt(&self, pod: &Arc<core::Pod>) {
-        self.with(|ledger| ledger.adopt(pod));
+        self.with(|ledger| ledger.book.enter(pod, false));
     }
 
     /// Subscribes to changes after which a waiting pod may fit: a pod is terminating, has terminated or
@@ -151,12 +193,12 @@ impl Admission {
 
     /// Marks the pod as terminating; its room is not free yet. Ignores unknown pods.
     pub fn leaving(&self, uid: &str, grace: Duration) {
-        self.with(|ledger| ledger.leaving(uid, Instant::now(), grace));
+        self.with(|ledger| ledger.book.leaving(uid, Instant::now(), grace));
     }
 
     /// Releases the room of a terminated pod.
     pub fn released(&self, uid: &str, _: Ended) {
-        self.with(|ledger| ledger.released(uid));
+        self.with(|ledger| ledger.book.released(uid));
     }
 
     /// Returns a place in the queue for a pod; dropping it gives up the place.
@@ -170,7 +212,7 @@ impl Admission {
     /// # Errors
     /// The pod does not belong on `node`.
     pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), AdmissionRejection> {
-        if self.with(|ledger| ledger.has(pod.metadata.uid.as_deref().unwrap_or_default())) {
+        if self.with(|ledger| ledger.book.has(pod.metadata.uid.as_deref().unwrap_or_default())) {
             return Ok(());
         }
         let Some(misfit) = fit::misfit(pod, node) else { return Ok(()) };
@@ -189,32 +231,15 @@ impl Admission {
     /// Returns true and reserves room for a while if a terminated pod would fit now; for a critical pod, also
     /// by preemption.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
-        self.refused_by_node(pod).is_none() && self.with(|ledger| ledger.reserve(pod, Instant::now()))
+        self.parts.refusal(pod).is_none() && self.with(|ledger| ledger.reserve(pod, Instant::now()))
     }
 
     /// Drops expired reservations; returns the time of the next expiry.
     pub(self) fn expire(&self) -> Option<Instant> {
         self.with(|ledger| {
-            ledger.expire(Instant::now());
-            ledger.next_expiry()
+            ledger.book.expire(Instant::now());
+            ledger.book.next_expiry()
         })
-    }
-
-    /// Preempts all victims at once: none waits for another's termination.
-    async fn preempt(&self, pod: &core::Pod, victims: &[Arc<core::Pod>], resource: &str) {
-        for victim in victims {
-            warn!(pod = %PodName::of(pod), victim = %PodName::of(victim), resource, "preempting a pod to make room");
-            self.parts.metrics.preempted(resource);
-            let request = Request::Fail {
-                uid: victim.metadata.uid.clone().unwrap_or_default(),
-                reason: PREEMPTING.to_owned(),
-                message: PREEMPTED_MESSAGE.to_owned(),
-                grace: None,
-            };
-            if self.parts.requests.send(request).await.is_err() {
-                return;
-            }
-        }
     }
 
     fn rejected(&self, pod: &core::Pod, rejection: AdmissionRejection) -> AdmissionRejection {
@@ -223,33 +248,11 @@ impl Admission {
         rejection
     }
 
-    /// Rejects all pods on a machine that is shutting down. Otherwise applies the kubelet's rule
-    /// (`pkg/kubelet/eviction`, `Admit`): memory pressure rejects best-effort pods that do not tolerate it;
-    /// any other pressure rejects all pods. Critical pods are always admitted.
-    fn refused_by_node(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
-        if self.parts.shutdown.borrow().is_some() {
-            let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
-            return Some(AdmissionRejection { reason, message, refusal: Refusal::Other });
-        }
-        let conditions = self.parts.conditions.borrow();
-        if conditions.is_empty() || is_critical(pod) {
-            return None;
-        }
-        let only_memory = conditions.iter().all(|condition| *condition == NodeCondition::MemoryPressure);
-        let best_effort = qos_class(pod).is_ok_and(|class| class == QosClass::BestEffort);
-        if only_memory && (!best_effort || tolerates_memory_pressure(pod)) {
-            return None;
-        }
-        let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
-        let message = format!("{REJECTED}The node had condition: [{}]", names.join(" "));
-        Some(AdmissionRejection { reason: EVICTED.to_owned(), message, refusal: Refusal::Other })
-    }
-
     /// Runs `work` on the ledger: the only access to it. Publishes released room while the ledger is locked.
     fn with<T>(&self, work: impl FnOnce(&mut Ledger) -> T) -> T {
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
         let result = work(&mut ledger);
-        let now = ledger.changes();
+        let now = ledger.book.changes();
         self.changes.send_if_modified(|known| std::mem::replace(known, now) != now);
         result
     }
@@ -266,7 +269,7 @@ impl QueuePlace<'_> {
         if admission.with(|ledger| ledger.still_has(pod, Instant::now())) {
             return Ok(());
         }
-        if let Some(rejection) = admission.refused_by_node(pod) {
+        if let Some(rejection) = admission.parts.refusal(pod) {
             return Err(admission.rejected(pod, rejection));
         }
         let mut changes = admission.changes();
@@ -277,7 +280,7 @@ impl QueuePlace<'_> {
                 Verdict::Rejected(rejection) => return Err(admission.rejected(pod, rejection)),
                 Verdict::Wait { until } => until,
                 Verdict::Preempt { victims, resource, until } => {
-                    admission.preempt(pod, &victims, &resource).await;
+                    admission.parts.preempt(pod, &victims, &resource).await;
                     until
                 }
             };

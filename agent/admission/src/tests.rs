@@ -560,11 +560,11 @@ proptest! {
         let resources = NodeResources::new([cpus, pods].into(), &Default::default(), &[]);
         let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
         let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
-        ledger.adopt(&plain("a", "3"));
+        ledger.book.enter(&plain("a", "3"), false);
         let publishes = |ledger: &mut Ledger, grace: Duration| {
-            let before = ledger.changes();
-            ledger.leaving("a", now, grace);
-            ledger.changes() != before
+            let before = ledger.book.changes();
+            ledger.book.leaving("a", now, grace);
+            ledger.book.changes() != before
         };
         prop_assert!(publishes(&mut ledger, grace));
         prop_assert!(!publishes(&mut ledger, grace.saturating_add(SECOND)));
