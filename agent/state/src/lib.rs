@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+mod folder;
 mod foreign;
 
 use beelet_base::own_file;
@@ -31,6 +32,8 @@ pub use beelet_base::lock::{Lock, LockError};
 /// Encodes a value, or a part of one, as in a record.
 pub use beelet_codec::data::to_json as json_text;
 pub use foreign::ForeignFile;
+
+use folder::Folder;
 
 /// Beginning of a record's first line; the checksum of the rest follows.
 const MAGIC: &str = "beelet-state/1 sha256:";
@@ -43,7 +46,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// A folder of records, locked for this process while the value lives.
 #[derive(Debug)]
 pub struct State {
-    dir: PathBuf,
+    folder: Folder,
     boot_id: String,
     lock: Lock,
 }
@@ -158,9 +161,9 @@ impl State {
             .create(dir)
             .map_err(|error| io_error("make the folder", dir, error))?;
         let lock = Lock::acquire(&dir.join("lock"), &subject(dir))?;
-        let state = Self { dir: dir.to_owned(), boot_id: boot_id.to_owned(), lock };
-        state.remove_leftovers()?;
-        Ok(state)
+        let folder = Folder(dir.to_owned());
+        folder.remove_leftovers()?;
+        Ok(Self { folder, boot_id: boot_id.to_owned(), lock })
     }
 
     /// Creates a removed folder and its lock again: records are written again as they change, and no other
@@ -169,13 +172,13 @@ impl State {
     /// # Errors
     /// As for [`State::open`].
     pub fn renew(&self) -> Result<bool, StateError> {
-        Ok(self.lock.renew(&subject(&self.dir))?)
+        Ok(self.lock.renew(&subject(&self.folder.0))?)
     }
 
     /// Returns the folder.
     #[must_use]
     pub fn dir(&self) -> &Path {
-        &self.dir
+        &self.folder.0
     }
 
     /// Reads the record `name`. A damaged record is set aside.
@@ -183,7 +186,7 @@ impl State {
     /// # Errors
     /// Fails if the file system fails; a missing file is not an error.
     pub fn load<T: DeserializeOwned>(&self, name: &str) -> Result<Loaded<T>, StateError> {
-        let path = self.path(name)?;
+        let path = self.folder.path(name)?;
         let bytes = match own_file::read(&path).and_then(|file| own_file::read_at_most(&file, MAX_RECORD)) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return self.quarantine(name, Damage::TooLarge),
@@ -210,7 +213,7 @@ impl State {
     /// As for [`State::store`].
     pub fn store_json(&self, name: &str, json: &str) -> Result<(), StateError> {
         self.replace(name, json, File::sync_all)?;
-        self.sync_dir()
+        self.folder.sync()
     }
 
     /// Stores a value without waiting for the disk: the record survives a crash of the agent, but after a
@@ -237,9 +240,9 @@ impl State {
         json: &str,
         settle: impl FnOnce(&File) -> io::Result<()>,
     ) -> Result<(), StateError> {
-        let path = self.path(name)?;
+        let path = self.folder.path(name)?;
         let bytes = encode(name, &self.boot_id, json);
-        let temporary = self.dir.join(format!("{name}.tmp"));
+        let temporary = self.folder.0.join(format!("{name}.tmp"));
         let written = write_file(&temporary, &bytes)
             .and_then(|file| settle(&file))
             .and_then(|()| fs::rename(&temporary, &path));
@@ -256,7 +259,7 @@ impl State {
     /// # Errors
     /// As for [`State::remove`].
     pub fn remove_for_this_boot(&self, name: &str) -> Result<(), StateError> {
-        let path = self.path(name)?;
+        let path = self.folder.path(name)?;
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_error("remove", &path, error)),
             _ => Ok(()),
@@ -268,62 +271,28 @@ impl State {
     /// # Errors
     /// Fails if the file system fails.
     pub fn remove(&self, name: &str) -> Result<(), StateError> {
-        let path = self.path(name)?;
+        let path = self.folder.path(name)?;
         match fs::remove_file(&path) {
-            Ok(()) => self.sync_dir(),
+            Ok(()) => self.folder.sync(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(io_error("remove", &path, error)),
         }
     }
 
-    fn path(&self, name: &str) -> Result<PathBuf, StateError> {
-        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
-            return Err(StateError::Name(name.to_owned()));
-        }
-        Ok(self.dir.join(format!("{name}.json")))
-    }
-
-    fn sync_dir(&self) -> Result<(), StateError> {
-        File::open(&self.dir)
-            .and_then(|dir| dir.sync_all())
-            .map_err(|error| io_error("sync the folder", &self.dir, error))
-    }
-
     /// Sets a record aside, and keeps the last few copies.
     fn quarantine<T>(&self, name: &str, reason: Damage) -> Result<Loaded<T>, StateError> {
-        let path = self.path(name)?;
+        let path = self.folder.path(name)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let moved_to = self.dir.join(format!("{name}.corrupt-{now:020}"));
+        let moved_to = self.folder.0.join(format!("{name}.corrupt-{now:020}"));
         fs::rename(&path, &moved_to).map_err(|error| io_error("set aside", &path, error))?;
-        self.sync_dir()?;
+        self.folder.sync()?;
         let prefix = format!("{name}.corrupt-");
-        let mut copies = self.files(|file| file.starts_with(&prefix))?;
+        let mut copies = self.folder.files(|file| file.starts_with(&prefix))?;
         copies.sort();
         for old in copies.iter().rev().skip(MAX_QUARANTINED) {
             fs::remove_file(old).map_err(|error| io_error("remove", old, error))?;
         }
         Ok(Loaded::Quarantined { moved_to, reason })
-    }
-
-    /// Removes temporary files of a process that was killed during a write.
-    fn remove_leftovers(&self) -> Result<(), StateError> {
-        for path in self.files(|file| file.ends_with(".tmp"))? {
-            fs::remove_file(&path).map_err(|error| io_error("remove", &path, error))?;
-        }
-        Ok(())
-    }
-
-    fn files(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, StateError> {
-        let list = || -> io::Result<Vec<PathBuf>> {
-            let entries = fs::read_dir(&self.dir)?.collect::<Result<Vec<_>, _>>()?;
-            Ok(entries
-                .into_iter()
-                .filter(|entry| entry.file_name().to_str().is_some_and(&wanted))
-                .map(|entry| entry.path())
-                .collect())
-        };
-        list().map_err(|error| io_error("list", &self.dir, error))
     }
 }
 
