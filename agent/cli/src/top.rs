@@ -11,6 +11,7 @@ mod draw;
 mod row;
 mod rows;
 mod screen;
+mod table;
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;

@@ -9,8 +9,8 @@ use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModif
 
 use super::causes::Causes;
 use super::columns::{COLUMNS, Column};
-use super::row::Row;
 use super::rows::{Trends, View, rows};
+use super::table::Table;
 
 /// State of the screen.
 #[derive(Debug)]
@@ -21,23 +21,12 @@ pub(super) struct App {
     /// Known reasons why pods are not ready.
     causes: Arc<Causes>,
     trends: Trends,
-    /// The rows on the screen, in order.
-    pub(super) rows: Vec<Row>,
-    /// Key of the row under the cursor: the cursor stays with its pod when the order changes.
-    selected: Option<String>,
-    /// True once the user has moved the cursor; until then it stays at the first row.
-    moved: bool,
-    /// The first row on the screen.
-    pub(super) offset: usize,
-    /// Number of rows that fit the screen, as of the last drawing.
-    pub(super) page: usize,
+    pub(super) table: Table,
     /// True while new snapshots are ignored.
     pub(super) frozen: bool,
     /// True while keys edit the filter.
     pub(super) typing: bool,
-    pub(super) help: bool,
-    /// Number of lines by which the help is scrolled.
-    pub(super) help_offset: u16,
+    pub(super) help: Help,
     /// Reason for missing snapshots, and the time of the first failure.
     pub(super) trouble: Option<(String, Instant)>,
     pub(super) done: bool,
@@ -50,15 +39,10 @@ impl App {
             snapshot: None,
             causes: Arc::default(),
             trends: Trends::default(),
-            rows: Vec::new(),
-            selected: None,
-            moved: false,
-            offset: 0,
-            page: 1,
+            table: Table::default(),
             frozen: false,
             typing: false,
-            help: false,
-            help_offset: 0,
+            help: Help::default(),
             trouble: None,
             done: false,
         }
@@ -92,38 +76,10 @@ impl App {
         self.trouble = Some((why, since));
     }
 
-    /// Rebuilds the rows and restores the selection.
+    /// Rebuilds the rows.
     fn arrange(&mut self) {
-        let at = if self.moved { self.cursor() } else { 0 };
-        self.rows = self.snapshot.as_ref().map(|s| rows(s, &self.view, &self.trends)).unwrap_or_default();
-        let there = |key: &String| self.rows.iter().any(|row| row.key == *key);
-        if !self.moved || !self.selected.as_ref().is_some_and(there) {
-            // The selected row disappeared: the cursor keeps its position.
-            self.selected =
-                self.rows.get(at.min(self.rows.len().saturating_sub(1))).map(|row| row.key.clone());
-        }
-        self.scroll();
-    }
-
-    /// Returns the index of the selected row.
-    pub(super) fn cursor(&self) -> usize {
-        let selected = self.selected.as_ref();
-        self.rows.iter().position(|row| Some(&row.key) == selected).unwrap_or(0)
-    }
-
-    fn go(&mut self, to: usize) {
-        self.moved = true;
-        let last = self.rows.len().saturating_sub(1);
-        self.selected = self.rows.get(to.min(last)).map(|row| row.key.clone());
-        self.scroll();
-    }
-
-    /// Scrolls so that the cursor is visible.
-    pub(super) fn scroll(&mut self) {
-        let cursor = self.cursor();
-        let page = self.page.max(1);
-        self.offset = self.offset.clamp((cursor + 1).saturating_sub(page), cursor);
-        self.offset = self.offset.min(self.rows.len().saturating_sub(page));
+        let snapshot = self.snapshot.as_ref();
+        self.table.set(snapshot.map(|s| rows(s, &self.view, &self.trends)).unwrap_or_default());
     }
 
     /// Handles a key or a resize. Returns false if the screen does not change.
@@ -142,15 +98,15 @@ impl App {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             match key.code {
                 KeyCode::Char('c') => self.done = true,
-                KeyCode::Char('d') => self.go(self.cursor() + self.page / 2),
+                KeyCode::Char('d') => self.table.go(self.table.cursor() + self.table.page / 2),
                 KeyCode::Char('u') if self.typing => self.filter(String::clear),
-                KeyCode::Char('u') => self.go(self.cursor().saturating_sub(self.page / 2)),
+                KeyCode::Char('u') => self.table.go(self.table.cursor().saturating_sub(self.table.page / 2)),
                 _ => {}
             }
         } else if self.typing {
             self.typed(key.code);
-        } else if self.help {
-            self.helped(key.code);
+        } else if self.help.shown {
+            self.help.key(key.code);
         } else {
             self.command(key.code);
         }
@@ -167,19 +123,9 @@ impl App {
                 filter.pop();
             }),
             KeyCode::Char(letter) => self.filter(|filter| filter.push(letter)),
-            KeyCode::Up => self.go(self.cursor().saturating_sub(1)),
-            KeyCode::Down => self.go(self.cursor() + 1),
+            KeyCode::Up => self.table.go(self.table.cursor().saturating_sub(1)),
+            KeyCode::Down => self.table.go(self.table.cursor() + 1),
             _ => {}
-        }
-    }
-
-    fn helped(&mut self, code: KeyCode) {
-        match code {
-            KeyCode::Down | KeyCode::Char('j') => self.help_offset += 1,
-            KeyCode::Up | KeyCode::Char('k') => self.help_offset = self.help_offset.saturating_sub(1),
-            KeyCode::PageDown | KeyCode::Char(' ') => self.help_offset += 10,
-            KeyCode::PageUp => self.help_offset = self.help_offset.saturating_sub(10),
-            _ => (self.help, self.help_offset) = (false, 0),
         }
     }
 
@@ -187,9 +133,9 @@ impl App {
         match code {
             KeyCode::Char('q') => self.done = true,
             KeyCode::Esc => self.filter(String::clear),
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help = true,
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help.shown = true,
             KeyCode::Char('/') | KeyCode::F(4) => self.typing = true,
-            KeyCode::Char('f' | 'p') => self.freeze(),
+            KeyCode::Char('f' | 'p') => self.frozen = !self.frozen,
             KeyCode::Char('w') => {
                 self.view.window = self.view.window.next();
                 self.arrange();
@@ -206,12 +152,12 @@ impl App {
             KeyCode::Enter | KeyCode::Char(' ') => self.toggle(),
             KeyCode::Right | KeyCode::Char('l' | '+') => self.expand(true),
             KeyCode::Left | KeyCode::Char('-') => self.expand(false),
-            KeyCode::Up | KeyCode::Char('k') => self.go(self.cursor().saturating_sub(1)),
-            KeyCode::Down | KeyCode::Char('j') => self.go(self.cursor() + 1),
-            KeyCode::PageUp => self.go(self.cursor().saturating_sub(self.page)),
-            KeyCode::PageDown => self.go(self.cursor() + self.page),
-            KeyCode::Home | KeyCode::Char('g') => self.go(0),
-            KeyCode::End | KeyCode::Char('G') => self.go(usize::MAX),
+            KeyCode::Up | KeyCode::Char('k') => self.table.go(self.table.cursor().saturating_sub(1)),
+            KeyCode::Down | KeyCode::Char('j') => self.table.go(self.table.cursor() + 1),
+            KeyCode::PageUp => self.table.go(self.table.cursor().saturating_sub(self.table.page)),
+            KeyCode::PageDown => self.table.go(self.table.cursor() + self.table.page),
+            KeyCode::Home | KeyCode::Char('g') => self.table.go(0),
+            KeyCode::End | KeyCode::Char('G') => self.table.go(usize::MAX),
             KeyCode::Char('<' | ',') => self.sort_by_neighbour(false),
             KeyCode::Char('>' | '.') => self.sort_by_neighbour(true),
             KeyCode::Char(letter) => {
@@ -226,10 +172,6 @@ impl App {
     fn filter(&mut self, change: impl FnOnce(&mut String)) {
         change(&mut self.view.filter);
         self.arrange();
-    }
-
-    fn freeze(&mut self) {
-        self.frozen = !self.frozen;
     }
 
     /// Sorts by the column, or reverses the order if it is the current one.
@@ -253,18 +195,18 @@ impl App {
     }
 
     fn toggle(&mut self) {
-        let expanded = self.rows.get(self.cursor()).is_some_and(|row| row.expanded);
+        let expanded = self.table.rows.get(self.table.cursor()).is_some_and(|row| row.expanded);
         self.expand(!expanded);
     }
 
     /// Shows or hides the containers of the pod under the cursor, or of the pod whose container is under it.
     fn expand(&mut self, show: bool) {
-        let Some(row) = self.rows.get(self.cursor()) else { return };
-        self.moved = true;
+        let Some(row) = self.table.rows.get(self.table.cursor()) else { return };
+        self.table.moved = true;
         let uid = if row.is_pod { row.key.clone() } else { pod_of(&row.key).to_owned() };
         if self.view.all_expanded && !show {
             // Expands all other pods.
-            let others = self.rows.iter().filter(|row| row.is_pod).map(|row| row.key.clone());
+            let others = self.table.rows.iter().filter(|row| row.is_pod).map(|row| row.key.clone());
             self.view.expanded = others.collect::<HashSet<_>>();
             self.view.all_expanded = false;
         }
@@ -272,9 +214,30 @@ impl App {
             self.view.expanded.insert(uid);
         } else {
             self.view.expanded.remove(&uid);
-            self.selected = Some(uid);
+            self.table.selected = Some(uid);
         }
         self.arrange();
+    }
+}
+
+/// The page of keys.
+#[derive(Debug, Default)]
+pub(super) struct Help {
+    pub(super) shown: bool,
+    /// Number of lines by which the page is scrolled.
+    pub(super) offset: u16,
+}
+
+impl Help {
+    /// Handles a key while the help is shown.
+    fn key(&mut self, code: KeyCode) {
+        match code {
+            KeyCode::Down | KeyCode::Char('j') => self.offset += 1,
+            KeyCode::Up | KeyCode::Char('k') => self.offset = self.offset.saturating_sub(1),
+            KeyCode::PageDown | KeyCode::Char(' ') => self.offset += 10,
+            KeyCode::PageUp => self.offset = self.offset.saturating_sub(10),
+            _ => *self = Self::default(),
+        }
     }
 }
 
@@ -308,7 +271,7 @@ mod tests {
 
     fn app() -> App {
         let mut app = App::new(view());
-        app.page = 3;
+        app.table.page = 3;
         app.update(snapshot(&[
             ("a", "x", 0.1, 5.0),
             ("a", "y", 0.9, 1.0),
@@ -330,7 +293,7 @@ mod tests {
     }
 
     fn names(app: &App) -> Vec<&str> {
-        app.rows.iter().map(|row| row.name.as_str()).collect()
+        app.table.rows.iter().map(|row| row.name.as_str()).collect()
     }
 
     #[test]
@@ -353,19 +316,19 @@ mod tests {
     fn the_cursor_stays_with_its_pod_and_on_the_screen() {
         let mut app = app();
         press(&mut app, "jj");
-        assert_eq!((app.cursor(), app.rows[app.cursor()].name.as_str()), (2, "b/w"));
+        assert_eq!((app.table.cursor(), app.table.rows[app.table.cursor()].name.as_str()), (2, "b/w"));
         press(&mut app, "r");
-        assert_eq!((app.cursor(), app.rows[app.cursor()].name.as_str()), (0, "b/w"));
+        assert_eq!((app.table.cursor(), app.table.rows[app.table.cursor()].name.as_str()), (0, "b/w"));
         press(&mut app, "G");
-        assert_eq!((app.cursor(), app.offset), (3, 1));
+        assert_eq!((app.table.cursor(), app.table.offset), (3, 1));
         press(&mut app, "j");
-        assert_eq!(app.cursor(), 3);
+        assert_eq!(app.table.cursor(), 3);
         // After the pod's removal the cursor stays at its position.
         app.update(snapshot(&[("a", "x", 0.1, 5.0), ("b", "z", 0.5, 2.0)]));
-        assert_eq!((app.cursor(), app.offset), (1, 0));
+        assert_eq!((app.table.cursor(), app.table.offset), (1, 0));
         app.update(snapshot(&[]));
         press(&mut app, "jkG\n-");
-        assert_eq!(app.cursor(), 0);
+        assert_eq!(app.table.cursor(), 0);
     }
 
     #[test]
@@ -374,25 +337,29 @@ mod tests {
         press(&mut app, "\n");
         assert_eq!(names(&app)[..4], ["a/y", "app", "sidecar", "b/z"]);
         press(&mut app, "j-");
-        assert_eq!((app.rows.len(), app.cursor()), (4, 0), "a hidden container moves the cursor to its pod");
+        assert_eq!(
+            (app.table.rows.len(), app.table.cursor()),
+            (4, 0),
+            "a hidden container moves the cursor to its pod"
+        );
         press(&mut app, "e");
-        assert_eq!(app.rows.len(), 12);
+        assert_eq!(app.table.rows.len(), 12);
         press(&mut app, "-");
         assert_eq!(names(&app)[..3], ["a/y", "b/z", "app"]);
         press(&mut app, "ee");
-        assert_eq!(app.rows.len(), 4);
+        assert_eq!(app.table.rows.len(), 4);
     }
 
     #[test]
     fn a_filter_is_typed_kept_and_cleared() {
         let mut app = app();
         press(&mut app, "/b/q");
-        assert!(app.typing && !app.done && app.rows.is_empty());
+        assert!(app.typing && !app.done && app.table.rows.is_empty());
         app.event(&Event::Key(KeyEvent::from(KeyCode::Backspace)));
         press(&mut app, "\n");
         assert_eq!((names(&app), app.typing), (vec!["b/z", "b/w"], false));
         press(&mut app, "\u{1b}");
-        assert_eq!(app.rows.len(), 4);
+        assert_eq!(app.table.rows.len(), 4);
     }
 
     #[test]
@@ -400,10 +367,10 @@ mod tests {
         let mut app = app();
         press(&mut app, "f");
         assert!(!app.update(snapshot(&[])));
-        assert_eq!(app.rows.len(), 4);
+        assert_eq!(app.table.rows.len(), 4);
         press(&mut app, "f");
         assert!(app.update(snapshot(&[])));
-        assert!(app.rows.is_empty());
+        assert!(app.table.rows.is_empty());
     }
 
     #[test]
@@ -416,9 +383,9 @@ mod tests {
         assert!(quit.done && interrupted.done);
         let mut helped = app();
         press(&mut helped, "?");
-        assert!(helped.help);
+        assert!(helped.help.shown);
         press(&mut helped, "q");
-        assert!(!helped.help && !helped.done);
+        assert!(!helped.help.shown && !helped.done);
     }
 
     #[test]

@@ -36,7 +36,7 @@ impl Causes {
     pub(super) async fn ask(socket: &std::path::Path) -> Self {
         let answer = async {
             let mut client = Client::connect(socket).await.ok()?;
-            let (table, _) = client.pods().await.ok()?;
+            let (table, _) = client.pods.list().await.ok()?;
             let warnings = Warnings::read(&mut client).await.ok()?;
             Some(Self::of(table.pods.values().map(|entry| &entry.pod), &warnings, Timestamp::now()))
         };

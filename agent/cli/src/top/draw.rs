@@ -30,12 +30,12 @@ pub(super) fn draw(app: &mut App, frame: &mut Frame<'_>) {
     let [head, table, foot] =
         Layout::vertical([Constraint::Length(HEAD), Constraint::Min(2), Constraint::Length(FOOT)])
             .areas(frame.area());
-    app.page = usize::from(table.height.saturating_sub(1));
-    app.scroll();
+    app.table.page = usize::from(table.height.saturating_sub(1));
+    app.table.scroll();
     draw_head(app, frame, head);
     let left_out = draw_table(app, frame, table);
     draw_foot(app, &left_out, frame, foot);
-    if app.help {
+    if app.help.shown {
         draw_help(app, frame);
     }
 }
@@ -142,7 +142,7 @@ fn width(line: &Line<'_>) -> u16 {
 
 /// Draws the table and returns the titles of the columns that do not fit.
 fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) -> Vec<&'static str> {
-    let longest = app.rows.iter().map(|row| label(row).chars().count()).max().unwrap_or(0);
+    let longest = app.table.rows.iter().map(|row| label(row).chars().count()).max().unwrap_or(0);
     let longest = u16::try_from(longest).unwrap_or(u16::MAX).clamp(NAME.0, NAME.1);
     // Names take at most three tenths of the screen if columns would not fit otherwise.
     let by_kernel = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.by_kernel);
@@ -164,12 +164,12 @@ fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) -> Vec<&'static str>
     let shape = Shape { columns, name, state: state - more, trend: TREND_WIDTH + more };
     let line = |y: u16| Rect { y: area.y + y, height: 1, ..area };
     frame.render_widget(head_line(app, &shape), line(0));
-    let shown = app.rows.iter().enumerate().skip(app.offset).take(app.page);
+    let shown = app.table.rows.iter().enumerate().skip(app.table.offset).take(app.table.page);
     for (y, (index, row)) in (1..).zip(shown) {
-        let selected = index == app.cursor();
+        let selected = index == app.table.cursor();
         frame.render_widget(row_line(row, &shape, selected), line(y));
     }
-    if app.rows.is_empty() && app.snapshot.is_some() {
+    if app.table.rows.is_empty() && app.snapshot.is_some() {
         let why =
             if app.view.filter.is_empty() { "no pods" } else { "no row matches the filter; Esc clears it" };
         frame.render_widget(Span::styled(why, FAINT), line(1));
@@ -273,7 +273,7 @@ fn draw_foot(app: &App, left_out: &[&str], frame: &mut Frame<'_>, area: Rect) {
     if let Some((why, since)) = &app.trouble {
         let text = format!("{why} (for {} s)", since.elapsed().as_secs());
         frame.render_widget(Span::styled(text, style(Heat::Hot)), first);
-    } else if let Some(row) = app.rows.get(app.cursor()) {
+    } else if let Some(row) = app.table.rows.get(app.table.cursor()) {
         frame.render_widget(details(row), first);
     }
     if app.typing || !app.view.filter.is_empty() {
@@ -365,11 +365,11 @@ fn draw_help(app: &mut App, frame: &mut Frame<'_>) {
     let width = HELP.min(area.width);
     let popup = Rect { x: (area.width - width) / 2, y: (area.height - height) / 2, width, height };
     let hidden = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(height.saturating_sub(2));
-    app.help_offset = app.help_offset.min(hidden);
+    app.help.offset = app.help.offset.min(hidden);
     let title =
         if hidden > 0 { " help: ↑ ↓ scroll, any other key closes " } else { " help: any key closes " };
     frame.render_widget(Clear, popup);
-    let text = Paragraph::new(lines).block(Block::bordered().title(title)).scroll((app.help_offset, 0));
+    let text = Paragraph::new(lines).block(Block::bordered().title(title)).scroll((app.help.offset, 0));
     frame.render_widget(text, popup);
 }
 
@@ -487,9 +487,9 @@ mod tests {
     fn no_size_makes_it_panic() {
         for (width, height) in [(1, 1), (2, 4), (10, 5), (30, 6), (79, 3), (500, 200)] {
             let mut app = app();
-            app.help = true;
+            app.help.shown = true;
             screen(&mut app, width, height);
-            app.help = false;
+            app.help.shown = false;
             app.view.filter = "x".into();
             screen(&mut app, width, height);
         }
@@ -498,7 +498,7 @@ mod tests {
     #[test]
     fn the_help_names_every_column_and_scrolls_where_it_is_longer_than_the_screen() {
         let mut app = app();
-        app.help = true;
+        app.help.shown = true;
         let text = screen(&mut app, 100, 40).join("\n");
         for info in COLUMNS {
             assert!(text.contains(info.title), "{} is missing:\n{text}", info.title);
