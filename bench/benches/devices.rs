@@ -17,10 +17,10 @@ const RESOURCE: &str = "example.com/gpu";
 /// Returns a ledger of 512 devices on 8 NUMA nodes, with 100 pods that hold two devices each.
 fn ledger() -> Devices {
     let mut devices = Devices::default();
-    devices.register(RESOURCE, PluginOptions::default());
+    devices.inventory.register(RESOURCE, PluginOptions::default());
     let device =
         |i: i64| Device { id: format!("device-{i:03}"), health: Health::Healthy, numa_nodes: vec![i / 64] };
-    devices.list(RESOURCE, (0..512_i64).map(device));
+    devices.inventory.list(RESOURCE, (0..512_i64).map(device));
     (0..100).for_each(|pod| allocate(&mut devices, &format!("pod-{pod}"), 2));
     devices
 }
@@ -45,7 +45,7 @@ fn devices(c: &mut Criterion) {
         text.write(ledger.checkpoint()).unwrap_or_default();
         let mut more = ledger.clone();
         b.iter(|| {
-            more.forget("new");
+            more.holders.forget("new");
             allocate(&mut more, "new", 2);
             text.write(more.checkpoint()).ok()
         });
@@ -63,7 +63,7 @@ fn probe(c: &mut Criterion) {
         edge_policy: EdgePolicy::Immediate,
     };
     let mut state = ProbeState::new(ProbeKind::Readiness, &params);
-    state.container_restarted(Duration::ZERO);
+    state.container_started(Duration::ZERO, Duration::ZERO);
     c.bench_function("probe outcome recorded", |b| {
         b.iter(|| state.record(black_box(Duration::from_secs(9)), Outcome::Success));
     });

@@ -166,7 +166,7 @@ pub(crate) fn unload(args: &UnloadArgs) -> Result<()> {
     let step = Step::start("unload");
     let mut done = Vec::new();
     if is_bpffs(&args.place.bpffs) {
-        if Kernel::remove_pins(&args.place.bpffs, &args.place.pin_name)? {
+        if beelet_bpf::remove_pins(&args.place.bpffs, &args.place.pin_name)? {
             done.push("pins");
         }
         let mark = args.place.mark();

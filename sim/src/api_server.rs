@@ -94,7 +94,7 @@ impl ApiServer {
             return;
         }
         let mut objects = Objects::default();
-        objects.set_services(Services::new(Vec::new()));
+        objects.services = Some(Services::new(Vec::new()));
         let pods = self.objects.values().map(|pod| (PodName::of(pod), Arc::new(pod.clone()))).collect();
         self.source.send_replace(Arc::new(Desired {
             pods,

@@ -137,7 +137,7 @@ impl Lister {
 
     async fn allocatable(&self) -> Result<AllocatableResourcesResponse, Status> {
         let (devices, _, pinning) = self.handed_out.clone();
-        let listed = spawn_blocking(move || container_devices(devices.allocatable())).await;
+        let listed = spawn_blocking(move || container_devices(devices.view().allocatable())).await;
         let devices = listed.map_err(|error| Status::internal(error.to_string()))?;
         let (cpu_ids, memory) = pinned(pinning.allocatable());
         Ok(AllocatableResourcesResponse { devices, cpu_ids, memory })
@@ -190,7 +190,7 @@ fn pod_resources(
     entry: &PodEntry,
 ) -> PodResources {
     let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
-    let (mut held, mut pins) = (devices.held_by(uid), pinning.held_by(uid));
+    let (mut held, mut pins) = (devices.view().held_by(uid), pinning.held_by(uid));
     let spec = entry.pod.spec.as_ref();
     let sidecars = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten());
     let sidecars = sidecars.filter(|c| beelet_policy::pod::is_sidecar(c));

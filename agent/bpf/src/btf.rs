@@ -3,33 +3,13 @@
 //! Pure: bytes in, answers out. The parser never panics and always ends soon, on any input (the bytes come
 //! from the kernel, but from *any* kernel). Format: Documentation/bpf/btf.rst.
 
+mod table;
+
+use self::table::{MAX_DEPTH, Table, kind};
 use thiserror::Error;
 
-const MAGIC: u16 = 0xeb9f;
-/// Bound on the nesting of anonymous members and on typedef chains; no kernel reaches it.
-const MAX_DEPTH: u32 = 32;
 /// Maximum number of members that one lookup visits; the largest kernel structs have some 300.
 const MAX_STEPS: u32 = 100_000;
-
-mod kind {
-    pub(super) const INT: u32 = 1;
-    pub(super) const PTR: u32 = 2;
-    pub(super) const ARRAY: u32 = 3;
-    pub(super) const STRUCT: u32 = 4;
-    pub(super) const UNION: u32 = 5;
-    pub(super) const ENUM: u32 = 6;
-    pub(super) const TYPEDEF: u32 = 8;
-    pub(super) const VOLATILE: u32 = 9;
-    pub(super) const CONST: u32 = 10;
-    pub(super) const RESTRICT: u32 = 11;
-    pub(super) const FUNC: u32 = 12;
-    pub(super) const FUNC_PROTO: u32 = 13;
-    pub(super) const VAR: u32 = 14;
-    pub(super) const DATASEC: u32 = 15;
-    pub(super) const DECL_TAG: u32 = 17;
-    pub(super) const TYPE_TAG: u32 = 18;
-    pub(super) const ENUM64: u32 = 19;
-}
 
 /// Error of a BTF lookup.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -88,24 +68,7 @@ pub(super) struct Argument {
 
 /// The types of one kernel.
 #[derive(Debug)]
-pub struct Btf {
-    bytes: Vec<u8>,
-    strings: std::ops::Range<usize>,
-    /// Offset of each type's record; the index is the type's id. Id 0 is `void`.
-    records: Vec<usize>,
-}
-
-/// The fixed part of a type's record.
-#[derive(Clone, Copy)]
-struct Record {
-    at: usize,
-    name: u32,
-    kind: u32,
-    count: u32,
-    kind_flag: bool,
-    /// Id of the type that this one refers to, or a size.
-    other: u32,
-}
+pub struct Btf(Table);
 
 impl Btf {
     /// Reads the header and finds where each type begins.
@@ -113,32 +76,7 @@ impl Btf {
     /// # Errors
     /// The bytes are not little-endian BTF, or are cut off.
     pub fn parse(bytes: Vec<u8>) -> Result<Btf, BtfError> {
-        let header = |at: usize| read_u32(&bytes, at).ok_or(BtfError::Malformed("the header is cut off"));
-        let magic = header(0)? & 0xffff;
-        if magic != u32::from(MAGIC) {
-            return Err(BtfError::Malformed("the magic number is wrong"));
-        }
-        let (header_len, type_off, type_len) = (header(4)?, header(8)?, header(12)?);
-        let (str_off, str_len) = (header(16)?, header(20)?);
-        let section = |off: u32, len: u32| {
-            let start = (header_len as usize).checked_add(off as usize)?;
-            let end = start.checked_add(len as usize)?;
-            (end <= bytes.len()).then_some(start..end)
-        };
-        let types = section(type_off, type_len).ok_or(BtfError::Malformed("the type section is cut off"))?;
-        let strings =
-            section(str_off, str_len).ok_or(BtfError::Malformed("the string section is cut off"))?;
-        let mut records = vec![usize::MAX];
-        let mut at = types.start;
-        while at < types.end {
-            records.push(at);
-            let record = read_record(&bytes, at).ok_or(BtfError::Malformed("a type is cut off"))?;
-            at = at
-                .checked_add(12 + trailing_bytes(record))
-                .filter(|next| *next <= types.end)
-                .ok_or(BtfError::Malformed("a type is cut off"))?;
-        }
-        Ok(Btf { bytes, strings, records })
+        Table::parse(bytes).map(Btf)
     }
 
     /// Returns the position of the field `path` of `struct name`. `path` is a list of names joined by dots;
@@ -157,11 +95,11 @@ impl Btf {
     pub(super) fn array(&self, name: &str, path: &str) -> Result<ArrayField, BtfError> {
         let (field, id) = self.locate(name, path)?;
         let missing = || BtfError::NoField(format!("{name}.{path} that is an array of structs"));
-        let array = self.resolve(id).filter(|record| record.kind == kind::ARRAY).ok_or_else(missing)?;
+        let array = self.0.resolve(id).filter(|record| record.kind == kind::ARRAY).ok_or_else(missing)?;
         // `struct btf_array` follows: the element's type comes first.
-        let element = read_u32(&self.bytes, array.at + 12).and_then(|id| self.resolve(id));
+        let element = self.0.word(array.at + 12).and_then(|id| self.0.resolve(id));
         let element = element.filter(|record| record.kind == kind::STRUCT).ok_or_else(missing)?;
-        let named = self.string(element.name).ok_or_else(missing)?;
+        let named = self.0.string(element.name).ok_or_else(missing)?;
         Ok(ArrayField { offset: field.offset, element: named.to_owned(), element_bytes: element.other })
     }
 
@@ -171,8 +109,8 @@ impl Btf {
     /// The kernel lacks the struct.
     pub(super) fn structure(&self, name: &str) -> Result<(u32, u32), BtfError> {
         let missing = || BtfError::NoType(format!("struct {name}"));
-        let id = self.find(kind::STRUCT, name).ok_or_else(missing)?;
-        Ok((id, self.record(id).ok_or_else(missing)?.other))
+        let id = self.0.find(kind::STRUCT, name).ok_or_else(missing)?;
+        Ok((id, self.0.record(id).ok_or_else(missing)?.other))
     }
 
     /// Returns the index and the byte offset of a direct member of `struct name`.
@@ -182,10 +120,11 @@ impl Btf {
     pub(super) fn place(&self, name: &str, member: &str) -> Result<(u32, u32), BtfError> {
         let missing = || BtfError::NoField(format!("{name}.{member}"));
         let (id, _) = self.structure(name)?;
-        let record = self.record(id).ok_or_else(missing)?;
+        let record = self.0.record(id).ok_or_else(missing)?;
         let named = |index: u32| {
-            read_u32(&self.bytes, record.at + 12 + 12 * index as usize)
-                .is_some_and(|string| self.is_named(string, member))
+            self.0
+                .word(record.at + 12 + 12 * index as usize)
+                .is_some_and(|string| self.0.is_named(string, member))
         };
         let index = (0..record.count).find(|index| named(*index)).ok_or_else(missing)?;
         Ok((index, self.field(name, member)?.offset))
@@ -193,18 +132,18 @@ impl Btf {
 
     /// Returns the id of a function.
     pub(super) fn function(&self, name: &str) -> Option<u32> {
-        self.find(kind::FUNC, name)
+        self.0.find(kind::FUNC, name)
     }
 
     /// Returns the position of a field and the id of its type.
     fn locate(&self, name: &str, path: &str) -> Result<(Field, u32), BtfError> {
         let mut id =
-            self.find(kind::STRUCT, name).ok_or_else(|| BtfError::NoType(format!("struct {name}")))?;
+            self.0.find(kind::STRUCT, name).ok_or_else(|| BtfError::NoType(format!("struct {name}")))?;
         let missing = || BtfError::NoField(format!("{name}.{path}"));
         let (mut bits, mut width) = (0_u32, 0);
         let mut steps = MAX_STEPS;
         for part in path.split('.') {
-            let member = self.member(id, part, MAX_DEPTH, &mut steps).ok_or_else(missing)?;
+            let member = self.0.member(id, part, MAX_DEPTH, &mut steps).ok_or_else(missing)?;
             bits = bits.checked_add(member.bit_offset).ok_or_else(missing)?;
             width = member.bits;
             id = member.id;
@@ -224,13 +163,14 @@ impl Btf {
     /// The kernel lacks the tracepoint.
     pub(super) fn tracepoint(&self, name: &str) -> Result<Vec<Argument>, BtfError> {
         let missing = || BtfError::NoType(format!("tracepoint {name}"));
-        let typedef = self.find(kind::TYPEDEF, &format!("btf_trace_{name}")).ok_or_else(missing)?;
-        let pointer = self.resolve(typedef).filter(|record| record.kind == kind::PTR).ok_or_else(missing)?;
-        let types = self.parameters(pointer.other).ok_or_else(missing)?;
+        let typedef = self.0.find(kind::TYPEDEF, &format!("btf_trace_{name}")).ok_or_else(missing)?;
+        let pointer =
+            self.0.resolve(typedef).filter(|record| record.kind == kind::PTR).ok_or_else(missing)?;
+        let types = self.0.parameters(pointer.other).ok_or_else(missing)?;
         let names = ["__traceiter_", "__bpf_trace_"]
             .iter()
-            .filter_map(|prefix| self.find(kind::FUNC, &format!("{prefix}{name}")))
-            .filter_map(|function| self.parameters(self.record(function)?.other))
+            .filter_map(|prefix| self.0.find(kind::FUNC, &format!("{prefix}{name}")))
+            .filter_map(|function| self.0.parameters(self.0.record(function)?.other))
             .find(|parameters| parameters.len() == types.len())
             .unwrap_or_default();
         Ok(types
@@ -240,139 +180,29 @@ impl Btf {
             .map(|(index, (_, id))| Argument {
                 name: names
                     .get(index)
-                    .and_then(|(name, _)| self.string(*name))
+                    .and_then(|(name, _)| self.0.string(*name))
                     .filter(|name| !name.is_empty())
                     .map(str::to_owned),
                 points_to: self.pointee(*id),
                 integer: self
+                    .0
                     .resolve(*id)
                     .is_some_and(|record| matches!(record.kind, kind::INT | kind::ENUM)),
             })
             .collect())
     }
 
-    /// Returns the name and type of each parameter of a function prototype.
-    fn parameters(&self, id: u32) -> Option<Vec<(u32, u32)>> {
-        let record = self.record(id).filter(|record| record.kind == kind::FUNC_PROTO)?;
-        (0..record.count as usize)
-            .map(|index| {
-                let at = record.at + 12 + 8 * index;
-                Some((read_u32(&self.bytes, at)?, read_u32(&self.bytes, at + 4)?))
-            })
-            .collect()
-    }
-
     /// Returns the name of the struct that a pointer of type `id` points to.
     fn pointee(&self, id: u32) -> Option<String> {
-        let pointer = self.resolve(id).filter(|record| record.kind == kind::PTR)?;
-        let target = self.resolve(pointer.other).filter(|record| record.kind == kind::STRUCT)?;
-        self.string(target.name).map(str::to_owned)
-    }
-
-    /// Finds the member `name` of a struct or union, also inside anonymous members.
-    fn member(&self, id: u32, name: &str, depth: u32, steps: &mut u32) -> Option<Member> {
-        let depth = depth.checked_sub(1)?;
-        let record = self.resolve(id).filter(|record| matches!(record.kind, kind::STRUCT | kind::UNION))?;
-        for index in 0..record.count as usize {
-            *steps = steps.checked_sub(1)?;
-            let at = record.at + 12 + 12 * index;
-            let (member_name, member_id) = (read_u32(&self.bytes, at)?, read_u32(&self.bytes, at + 4)?);
-            let raw = read_u32(&self.bytes, at + 8)?;
-            // With the kind flag the upper byte is a bit field's width.
-            let (bit_offset, bits) = if record.kind_flag { (raw & 0x00ff_ffff, raw >> 24) } else { (raw, 0) };
-            let found = self.string(member_name)?;
-            if found == name {
-                return Some(Member { id: member_id, bit_offset, bits });
-            }
-            if found.is_empty()
-                && let Some(inner) = self.member(member_id, name, depth, steps)
-            {
-                return Some(Member { bit_offset: bit_offset.checked_add(inner.bit_offset)?, ..inner });
-            }
-        }
-        None
-    }
-
-    /// Resolves typedefs and qualifiers to the type behind them.
-    fn resolve(&self, mut id: u32) -> Option<Record> {
-        for _ in 0..MAX_DEPTH {
-            let record = self.record(id)?;
-            match record.kind {
-                kind::TYPEDEF | kind::VOLATILE | kind::CONST | kind::RESTRICT | kind::TYPE_TAG => {
-                    id = record.other;
-                }
-                _ => return Some(record),
-            }
-        }
-        None
-    }
-
-    /// Returns the id of the first type of that kind and name.
-    fn find(&self, kind: u32, name: &str) -> Option<u32> {
-        (1..self.records.len()).find_map(|index| {
-            let id = u32::try_from(index).ok()?;
-            let record = self.record(id).filter(|record| record.kind == kind)?;
-            self.is_named(record.name, name).then_some(id)
-        })
-    }
-
-    fn record(&self, id: u32) -> Option<Record> {
-        let at = *self.records.get(id as usize)?;
-        if at == usize::MAX { None } else { read_record(&self.bytes, at) }
-    }
-
-    fn is_named(&self, offset: u32, name: &str) -> bool {
-        let Some(strings) = self.bytes.get(self.strings.clone()) else { return false };
-        strings
-            .get(offset as usize..)
-            .and_then(|rest| rest.strip_prefix(name.as_bytes()))
-            .is_some_and(|rest| rest.first() == Some(&0))
-    }
-
-    fn string(&self, offset: u32) -> Option<&str> {
-        let rest = self.bytes.get(self.strings.clone())?.get(offset as usize..)?;
-        let end = rest.iter().position(|byte| *byte == 0)?;
-        std::str::from_utf8(&rest[..end]).ok()
-    }
-}
-
-struct Member {
-    id: u32,
-    bit_offset: u32,
-    bits: u32,
-}
-
-fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
-    let slice = bytes.get(at..at.checked_add(4)?)?;
-    Some(u32::from_le_bytes(slice.try_into().ok()?))
-}
-
-fn read_record(bytes: &[u8], at: usize) -> Option<Record> {
-    let info = read_u32(bytes, at + 4)?;
-    Some(Record {
-        at,
-        name: read_u32(bytes, at)?,
-        kind: (info >> 24) & 0x1f,
-        count: info & 0xffff,
-        kind_flag: info >> 31 == 1,
-        other: read_u32(bytes, at + 8)?,
-    })
-}
-
-/// Returns the number of bytes after a type's fixed part.
-fn trailing_bytes(record: Record) -> usize {
-    let count = record.count as usize;
-    match record.kind {
-        kind::INT | kind::VAR | kind::DECL_TAG => 4,
-        kind::ARRAY => 12,
-        kind::STRUCT | kind::UNION | kind::DATASEC | kind::ENUM64 => 12 * count,
-        kind::ENUM | kind::FUNC_PROTO => 8 * count,
-        _ => 0,
+        let pointer = self.0.resolve(id).filter(|record| record.kind == kind::PTR)?;
+        let target = self.0.resolve(pointer.other).filter(|record| record.kind == kind::STRUCT)?;
+        self.0.string(target.name).map(str::to_owned)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::table::MAGIC;
     use super::*;
     use proptest::prelude::*;
 

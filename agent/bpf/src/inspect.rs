@@ -96,7 +96,7 @@ pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
         maps.insert(shape.name, open(&dir, shape.name)?);
     }
     let digest = meta.digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(Pinned { dir, digest, programs, maps: super::memory(&maps)? })
+    Ok(Pinned { dir, digest, programs, maps: super::maps::memory(&maps)? })
 }
 
 /// Returns the entries of a pinned map, with the names of their fields: one object per entry with `key` and

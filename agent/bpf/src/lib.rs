@@ -16,6 +16,7 @@ mod holders;
 mod inspect;
 mod listeners;
 mod loader;
+mod maps;
 mod measures;
 mod netns;
 mod nsid;
@@ -43,18 +44,18 @@ pub use error::KernelError;
 pub use holders::{Interference, Interfering, Reclaimers};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
+pub use maps::MapMemory;
 pub use measures::{Measures, WaitedFor, wait_bucket_floor_ns};
 pub use netns::{AcceptQueues, ListeningSocket, NetnsHandle};
 pub use own_memory::{release_memory, tame_allocator};
 pub use scheduler::{PodFolders, Scheduler, SchedulerEnd};
 pub use traffic::Traffic;
 
-use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
 use beelet_units::bpf_settings::{BpfMode, PressureEdges};
 use edges::Hub;
+use maps::Maps;
 use pins::{Current, Pins, Sizes};
-use reader::Reader;
 use sha2::{Digest as _, Sha256};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -102,34 +103,16 @@ impl Default for KernelOptions {
     }
 }
 
-/// Maximum kernel memory of a map. All maps are allocated in full when they are made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MapMemory {
-    /// The map's name.
-    pub map: &'static str,
-    /// Maximum number of entries; for the ring buffer, its bytes.
-    pub entries: u64,
-    /// Bytes of one entry: key and value; 1 for the ring buffer.
-    pub entry_bytes: u64,
-    /// Copies of each value: the number of possible CPUs for a per-CPU map, else 1.
-    pub copies: u64,
-    /// Product of the three. The kernel's own bookkeeping (some 50 bytes per entry of a hash) is extra.
-    pub bytes: u64,
-}
-
 /// The running part of the kernel half.
+#[derive(Default)]
 pub struct Kernel {
     capabilities: Vec<Capability>,
     adopted: bool,
-    listeners: Option<Listeners>,
-    measures: Option<Measures>,
+    /// None if no program could be attached.
+    maps: Option<Maps>,
     checker: Option<Checker>,
     traffic: Option<Traffic>,
     hub: Hub,
-    drops: Option<PerCpuArray<MapData, Drops>>,
-    memory: Vec<MapMemory>,
-    /// Declared before `links` and `pins`, so that the reader stops first.
-    reader: Option<Reader>,
     links: Vec<FdLink>,
     pins: Option<Pins>,
 }
@@ -149,7 +132,7 @@ impl Kernel {
     /// adopts an earlier instance's programs.
     #[must_use]
     pub fn start(options: &KernelOptions) -> Kernel {
-        let mut kernel = Kernel::idle();
+        let mut kernel = Kernel::default();
         if options.mode == BpfMode::Off {
             kernel.capabilities = capability::all_missing(&KernelError::Off);
             return kernel;
@@ -163,34 +146,9 @@ impl Kernel {
                 );
                 kernel.capabilities = capability::all_missing(&error);
             }
-            Ok(()) => kernel.warn_of_missing(),
+            Ok(()) => warn_of_missing(&kernel.capabilities),
         }
         kernel
-    }
-
-    fn warn_of_missing(&self) {
-        for row in &self.capabilities {
-            if let Err(why) = &row.have {
-                tracing::warn!("{} is not available here ({why}); fallback: {}", row.program, row.fallback);
-            }
-        }
-    }
-
-    fn idle() -> Kernel {
-        Kernel {
-            capabilities: Vec::new(),
-            adopted: false,
-            listeners: None,
-            measures: None,
-            checker: None,
-            traffic: None,
-            hub: Hub::default(),
-            drops: None,
-            memory: Vec::new(),
-            reader: None,
-            links: Vec::new(),
-            pins: None,
-        }
     }
 
     fn bring_up(&mut self, options: &KernelOptions) -> Result<(), KernelError> {
@@ -236,67 +194,11 @@ impl Kernel {
         self.checker = checker;
         self.capabilities.push(row);
         if attached {
-            self.open_maps(loaded, options)?;
+            self.adopted = loaded.adopted;
+            self.maps = Some(Maps::open(&mut loaded, options, &self.hub)?);
+            self.links = loaded.links;
         }
         Ok(())
-    }
-
-    /// Opens the maps and starts the reader.
-    fn open_maps(&mut self, mut loaded: loader::Loaded, options: &KernelOptions) -> Result<(), KernelError> {
-        let map = |name: &str| {
-            loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
-        };
-        self.memory = memory(&loaded.maps)?;
-        settings::publish(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.pressure_edges)?;
-        let listeners =
-            Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
-                .map_err(|error| KernelError::map("LISTENERS", &error))?;
-        let sweeper = sweep::Sweeper::new(
-            loader::duplicate(map("LISTENERS")?)?,
-            loader::duplicate(map("ADDRESSES")?)?,
-        )?;
-        let containers =
-            || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
-        let pressure = loader::duplicate(map("PRESSURE")?)?;
-        let stale_counters = stale_counters::StaleCounters::new(containers()?, pressure, &options.cgroup)?;
-        let [running, holders, reclaimers] =
-            ["RUNNING", "HOLDERS", "RECLAIMERS"].map(|name| map(name).and_then(loader::duplicate));
-        let measures = Measures::new(containers()?, [running?, holders?, reclaimers?])?;
-        let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
-            aya::maps::Map::from_map_data(data)
-                .and_then(PerCpuArray::try_from)
-                .map_err(|error| KernelError::map("DROPS", &error))
-        };
-        let ring = aya::maps::Map::from_map_data(loader::duplicate(map("EVENTS")?)?)
-            .and_then(RingBuf::try_from)
-            .map_err(|error| KernelError::map("EVENTS", &error))?;
-        self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
-        let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
-        let sweepers = (sweeper, stale_counters);
-        let reader = Reader::start(ring, reader_drops, sweepers, loaded.log.take(), self.hub.clone())?;
-        self.measures = Some(measures);
-        self.reader = Some(reader);
-        self.listeners = Some(listeners);
-        self.adopted = loaded.adopted;
-        self.links = std::mem::take(&mut loaded.links);
-        Ok(())
-    }
-
-    /// Removes the pins of every instance and version under `<bpffs>/<pin_name>`. The programs end unless a
-    /// process still holds them. Returns false if there were no pins.
-    ///
-    /// # Errors
-    /// The folder holds foreign files (which are left alone), or a pin can't be removed.
-    pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
-        let pins = Pins::open(bpffs, pin_name)?;
-        // Everything is removed, so the sizes of the maps don't matter.
-        let found = pins.inspect(Sizes::of(0, kernel_release()))?;
-        let any = !found.stale.is_empty() || pins.dir().exists();
-        for stale in found.stale {
-            Pins::remove_stale(&stale)?;
-        }
-        pins.remove_all()?;
-        Ok(any)
     }
 
     /// Returns one row per program and one for the pins, each with its state and its fallback.
@@ -315,7 +217,7 @@ impl Kernel {
     /// Returns the maps of listening sockets; `None` if no program could be attached.
     #[must_use]
     pub fn listeners(&self) -> Option<Listeners> {
-        self.listeners.clone()
+        self.maps.as_ref().map(|maps| maps.listeners.clone())
     }
 
     /// Returns the switch of the byte counters of pods' sockets, which count only while they have a reader;
@@ -334,7 +236,7 @@ impl Kernel {
     /// Waits until the reader of kernel events fails, and returns the reason. Without programs, waits
     /// forever.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
-        let failed = self.reader.as_ref().map(Reader::failed);
+        let failed = self.maps.as_ref().map(|maps| maps.reader.failed());
         async move {
             match failed {
                 Some(failed) => failed.await,
@@ -354,13 +256,13 @@ impl Kernel {
     /// attached.
     #[must_use]
     pub fn measures(&self) -> Option<Measures> {
-        self.measures.clone()
+        self.maps.as_ref().map(|maps| maps.measures.clone())
     }
 
     /// Returns the kernel memory of each map.
     #[must_use]
     pub fn memory(&self) -> &[MapMemory] {
-        &self.memory
+        self.maps.as_ref().map_or(&[], |maps| &maps.memory)
     }
 
     /// Returns the counts of events that the programs could not record or send, over all CPUs, since the maps
@@ -369,8 +271,7 @@ impl Kernel {
     /// # Errors
     /// The kernel refused to read the map.
     pub fn drops(&self) -> Result<Option<Drops>, KernelError> {
-        let Some(map) = &self.drops else { return Ok(None) };
-        reader::sum(map).map(Some)
+        self.maps.as_ref().map(|maps| reader::sum(&maps.drops)).transpose()
     }
 
     /// Returns the number of edges that found a subscriber's channel full, since the start.
@@ -391,8 +292,8 @@ impl Kernel {
     /// # Errors
     /// A pin could not be removed.
     pub fn stop(mut self, keep_pins: bool) -> Result<(), KernelError> {
-        if let Some(mut reader) = self.reader.take() {
-            reader.stop();
+        if let Some(maps) = &mut self.maps {
+            maps.reader.stop();
         }
         self.links.clear();
         if let Some(traffic) = &self.traffic {
@@ -403,6 +304,31 @@ impl Kernel {
             _ => Ok(()),
         }
     }
+}
+
+fn warn_of_missing(capabilities: &[Capability]) {
+    for row in capabilities {
+        if let Err(why) = &row.have {
+            tracing::warn!("{} is not available here ({why}); fallback: {}", row.program, row.fallback);
+        }
+    }
+}
+
+/// Removes the pins of every instance and version under `<bpffs>/<pin_name>`. The programs end unless a
+/// process still holds them. Returns false if there were no pins.
+///
+/// # Errors
+/// The folder holds foreign files (which are left alone), or a pin can't be removed.
+pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
+    let pins = Pins::open(bpffs, pin_name)?;
+    // Everything is removed, so the sizes of the maps don't matter.
+    let found = pins.inspect(Sizes::of(0, kernel_release()))?;
+    let any = !found.stale.is_empty() || pins.dir().exists();
+    for stale in found.stale {
+        Pins::remove_stale(&stale)?;
+    }
+    pins.remove_all()?;
+    Ok(any)
 }
 
 /// Returns the read-only globals of the object and their values for this kernel, for loaders other than
@@ -464,29 +390,6 @@ fn find_pins(options: &KernelOptions, sizes: Sizes) -> Result<PinsFound, KernelE
         Err(error @ KernelError::NoFileSystem { .. }) => Ok((None, None, row(Err(error)))),
         Err(error) => Err(error),
     }
-}
-
-fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Vec<MapMemory>, KernelError> {
-    let cpus = aya::util::nr_cpus()
-        .map_err(|(what, error)| KernelError::new(format!("could not count the CPUs: {what}: {error}")))?;
-    maps.iter()
-        .map(|(name, data)| {
-            let info = data.info().map_err(|error| KernelError::map(name, &error))?;
-            let kind = info.map_type().map_err(|error| KernelError::map(name, &error))?;
-            let (entry_bytes, copies) = match kind {
-                MapType::RingBuf => (1, 1),
-                // Each thread has one entry, allocated with the thread; the kernel's bookkeeping is larger
-                // than the value.
-                MapType::TaskStorage => (u64::from(info.value_size()), 1),
-                MapType::PerCpuArray => {
-                    (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)
-                }
-                _ => (u64::from(info.key_size()) + u64::from(info.value_size()), 1),
-            };
-            let entries = u64::from(info.max_entries());
-            Ok(MapMemory { map: name, entries, entry_bytes, copies, bytes: entries * entry_bytes * copies })
-        })
-        .collect()
 }
 
 #[cfg(test)]

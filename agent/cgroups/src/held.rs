@@ -35,54 +35,52 @@ impl HeldFiles {
     }
 }
 
-impl Cgroups {
-    /// Returns the owner's value of a file: its content, or the recorded value while it is held; `None` if
-    /// the file is missing.
-    #[must_use]
-    pub fn owners_value(&self, cgroup: &str, file: &str) -> Option<String> {
-        self.held.owners(cgroup, file).or_else(|| self.read(cgroup, file))
-    }
+/// Returns the owner's value of a file: its content, or the recorded value while it is held; `None` if
+/// the file is missing.
+#[must_use]
+pub fn owners_value(cgroups: &Cgroups, cgroup: &str, file: &str) -> Option<String> {
+    cgroups.held.owners(cgroup, file).or_else(|| cgroups.read(cgroup, file))
+}
 
-    /// Holds a file against its owner, whose value is `owners` ([`Cgroups::owners_value`]), and sets the file
-    /// to `value`; without a value the file only stays as it is. The hold exists only in this process's
-    /// memory: the holder must keep a record to undo it.
-    ///
-    /// # Errors
-    /// The kernel refuses the value, or keeps another one. The file is held nevertheless.
-    pub fn hold(
-        &self,
-        cgroup: &str,
-        file: &str,
-        owners: &str,
-        value: Option<&str>,
-    ) -> Result<(), CgroupError> {
-        self.held.map().entry((cgroup.to_owned(), file.to_owned())).or_insert_with(|| owners.to_owned());
-        match value {
-            Some(value) => self.set(cgroup, file, value),
-            None => Ok(()),
-        }
+/// Holds a file against its owner, whose value is `owners` ([`owners_value`]), and sets the file
+/// to `value`; without a value the file only stays as it is. The hold exists only in this process's
+/// memory: the holder must keep a record to undo it.
+///
+/// # Errors
+/// The kernel refuses the value, or keeps another one. The file is held nevertheless.
+pub fn hold(
+    cgroups: &Cgroups,
+    cgroup: &str,
+    file: &str,
+    owners: &str,
+    value: Option<&str>,
+) -> Result<(), CgroupError> {
+    cgroups.held.map().entry((cgroup.to_owned(), file.to_owned())).or_insert_with(|| owners.to_owned());
+    match value {
+        Some(value) => set(cgroups, cgroup, file, value),
+        None => Ok(()),
     }
+}
 
-    /// Releases a held file and restores its owner's value, or `otherwise` if this process doesn't hold the
-    /// file. Treats a removed cgroup as success.
-    ///
-    /// # Errors
-    /// The kernel refuses the value, or keeps another one. The file is released nevertheless.
-    pub fn release(&self, cgroup: &str, file: &str, otherwise: &str) -> Result<(), CgroupError> {
-        let owners = self.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
-        let value = owners.as_deref().unwrap_or(otherwise);
-        match self.set(cgroup, file, value) {
-            Err(error) if error.is_gone() => Ok(()),
-            done => done,
-        }
+/// Releases a held file and restores its owner's value, or `otherwise` if this process doesn't hold the
+/// file. Treats a removed cgroup as success.
+///
+/// # Errors
+/// The kernel refuses the value, or keeps another one. The file is released nevertheless.
+pub fn release(cgroups: &Cgroups, cgroup: &str, file: &str, otherwise: &str) -> Result<(), CgroupError> {
+    let owners = cgroups.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
+    let value = owners.as_deref().unwrap_or(otherwise);
+    match set(cgroups, cgroup, file, value) {
+        Err(error) if error.is_gone() => Ok(()),
+        done => done,
     }
+}
 
-    /// Releases a file without changing it, because another part holds it now.
-    pub fn let_go(&self, cgroup: &str, file: &str) {
-        self.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
-    }
+/// Releases a file without changing it, because another part holds it now.
+pub fn let_go(cgroups: &Cgroups, cgroup: &str, file: &str) {
+    cgroups.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
+}
 
-    fn set(&self, cgroup: &str, file: &str, value: &str) -> Result<(), CgroupError> {
-        self.metrics.time("tune", || write::one(self, cgroup, file, value))
-    }
+fn set(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<(), CgroupError> {
+    cgroups.metrics.time("tune", || write::one(cgroups, cgroup, file, value))
 }

@@ -20,13 +20,21 @@ const ROUNDS: usize = 10;
 /// exists.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Kills the processes in `path` and returns their ids.
-pub(super) fn pod(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
+/// Sends SIGKILL to every process left in a pod's cgroup `path`, and returns their ids. The processes may
+/// take a moment to end. For the end of a pod, when the runtime has nothing more to stop.
+///
+/// # Errors
+/// The path is not a pod's, or a list of processes cannot be read.
+pub fn remaining(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
     Ok(all(cgroups, path)?.into_keys().collect())
 }
 
-/// Kills the processes in `path`, waits for their end, and removes the cgroup.
-pub(super) fn destroy(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
+/// Destroys a pod's cgroup `path`: sends SIGKILL to every process left in it, waits for their end (at most
+/// two seconds), and removes the cgroup. Returns the ids of the processes.
+///
+/// # Errors
+/// The path is not a pod's, or the processes don't end because they are stuck in the kernel.
+pub fn destroy(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
     let deadline = Instant::now() + GRACE;
     let killed = all(cgroups, path)?;
     wait(killed.values(), deadline);
@@ -44,7 +52,7 @@ fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupEr
     if !is_pod(path) {
         return Err(CgroupError::NotAPod(path.to_owned()));
     }
-    let relative = cgroups.relative(path)?;
+    let relative = cgroups.paths.relative(path)?;
     let mut killed = BTreeMap::new();
     for pid in cgroups.pids(path)? {
         killed.extend(in_cgroup(cgroups, &relative, pid).map(|process| (pid, process)));
@@ -53,7 +61,8 @@ fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupEr
         return Ok(killed);
     }
     // Since 5.14 the kernel kills a whole cgroup at once, so that no process can escape by forking.
-    let whole = cgroups.cgroup2_path(path).is_some_and(|dir| fs::write(dir.join("cgroup.kill"), "1").is_ok());
+    let whole =
+        cgroups.paths.cgroup2_path(path).is_some_and(|dir| fs::write(dir.join("cgroup.kill"), "1").is_ok());
     // Processes only in a version 1 hierarchy, or on an older kernel, are killed one by one; frozen processes
     // can't fork.
     let frozen = if whole { None } else { Frozen::new(cgroups, &relative) };
@@ -91,7 +100,7 @@ impl<'a> Frozen<'a> {
     }
 
     fn set(&self, frozen: bool) -> bool {
-        let hierarchies = self.cgroups.hierarchies();
+        let hierarchies = self.cgroups.paths.hierarchies();
         if let Some(v1) = hierarchies.iter().find(|hierarchy| hierarchy.controllers.contains("freezer")) {
             let state = if frozen { "FROZEN" } else { "THAWED" };
             return fs::write(v1.mount.join(self.relative).join("freezer.state"), state).is_ok();
@@ -136,7 +145,7 @@ fn in_cgroup(cgroups: &Cgroups, relative: &Path, pid: u32) -> Option<OwnedFd> {
     let process = pidfd_open(raw, PidfdFlags::empty()).ok()?;
     // From here on the kernel may reuse the pid, but the descriptor stays with this process.
     let mut now = BTreeSet::new();
-    for hierarchy in cgroups.hierarchies() {
+    for hierarchy in cgroups.paths.hierarchies() {
         tree::pids(&hierarchy.mount.join(relative), &mut now).ok()?;
     }
     now.contains(&pid).then_some(process)

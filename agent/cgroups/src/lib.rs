@@ -10,27 +10,28 @@
 //! their `cgroup.subtree_control`.
 //!
 //! All calls are short and block. None retries: a failure is an error with its reason, and the caller's next
-//! sync tries again. Only [`Cgroups::destroy`] waits, at most two seconds, for the processes that it killed,
+//! sync tries again. Only [`kill::destroy`] waits, at most two seconds, for the processes that it killed,
 //! and with the systemd driver all writing calls wait for systemd's answer, at most 20 seconds.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use tokio::sync::watch;
 
 mod error;
-mod held;
-mod kill;
+pub mod held;
+pub mod kill;
 pub mod layout;
-mod memory;
+pub mod memory;
 pub mod metrics;
 mod names;
+pub mod notify;
 pub mod order;
+mod paths;
 pub mod read;
+pub mod search;
 pub mod stats;
 mod systemd;
 mod tree;
@@ -41,6 +42,7 @@ pub use error::CgroupError;
 pub use layout::{Hierarchy, Layout, Version};
 pub use memory::MemoryUse;
 pub use metrics::Metrics;
+pub use paths::Paths;
 pub use stats::{CpuUse, Pressure, Stalled};
 pub use trial::Trial;
 
@@ -56,8 +58,8 @@ pub type Files = BTreeMap<String, String>;
 /// The machine's cgroups below one root.
 #[derive(Debug, Clone)]
 pub struct Cgroups {
-    layout: Layout,
-    names: Names,
+    /// Paths of cgroups in every hierarchy.
+    pub paths: Paths,
     metrics: Metrics,
     store: Store,
     held: Arc<held::HeldFiles>,
@@ -92,6 +94,16 @@ enum Store {
     Systemd(Arc<Slices>),
 }
 
+impl Store {
+    /// Sets a value that is about to be written as a property of systemd's unit, if the cgroup is a unit.
+    fn keep(&self, relative: &Path, file: &str, value: &str) -> Result<(), CgroupError> {
+        match self {
+            Store::Systemd(slices) => slices.set(relative, file, value),
+            Store::Kernel | Store::Folders => Ok(()),
+        }
+    }
+}
+
 /// Returns the table of mounts.
 fn mounts() -> Result<Vec<u8>, CgroupError> {
     mountinfo::read().map_err(|error| CgroupError::io("read", Path::new(mountinfo::PATH), error))
@@ -113,18 +125,18 @@ impl Cgroups {
     /// # Errors
     /// As for [`Cgroups::discover`].
     pub fn with_driver(self, driver: CgroupDriver) -> Result<Self, CgroupError> {
-        if driver == self.driver() {
+        if driver == self.paths.driver() {
             return Ok(self);
         }
-        let names = Names::new(driver, self.names.root());
+        let names = Names::new(driver, self.paths.names.root());
         let store = match driver {
             CgroupDriver::Cgroupfs => Store::Kernel,
-            CgroupDriver::Systemd if self.version() != Version::V2 => {
-                return Err(CgroupError::SystemdNeedsV2 { version: self.version() });
+            CgroupDriver::Systemd if self.paths.version() != Version::V2 => {
+                return Err(CgroupError::SystemdNeedsV2 { version: self.paths.version() });
             }
             CgroupDriver::Systemd => Store::Systemd(Arc::new(Slices::of_machine()?)),
         };
-        Ok(Self { names, store, ..self })
+        Ok(Self { paths: Paths { names, ..self.paths }, store, held: self.held, metrics: self.metrics })
     }
 
     /// Finds the hierarchies only for reading. Unlike [`Cgroups::discover`], it accepts the tree of any
@@ -147,9 +159,9 @@ impl Cgroups {
         };
         let (metrics, held) = (Metrics::default(), Arc::default());
         let names = Names::new(CgroupDriver::Cgroupfs, &root);
-        let cgroups = Self { layout, names, metrics, store: Store::Kernel, held };
+        let cgroups = Self { paths: Paths { layout, names }, metrics, store: Store::Kernel, held };
         for controller in ["cpu", "memory"] {
-            if cgroups.hierarchy_of(controller).is_none() {
+            if cgroups.paths.hierarchy_of(controller).is_none() {
                 return Err(CgroupError::NoController { controller });
             }
         }
@@ -165,28 +177,6 @@ impl Cgroups {
         Ok(Self { store: Store::Folders, ..Self::with_layout(layout, cgroup_root)? })
     }
 
-    /// Checks that the root exists in the hierarchies of CPU and memory, so that a typing error does not move
-    /// pods to another cgroup. The kubelet requires the same (`cgroupManager.Validate`,
-    /// pkg/kubelet/cm/container_manager_linux.go).
-    ///
-    /// # Errors
-    /// The root is missing.
-    pub fn require_root(&self) -> Result<(), CgroupError> {
-        for hierarchy in ["cpu", "memory"].into_iter().filter_map(|name| self.hierarchy_of(name)) {
-            let missing = hierarchy.mount.join(self.root_path());
-            if !missing.is_dir() {
-                return Err(CgroupError::NoRoot { root: self.names.root().to_owned(), missing });
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the driver that makes the cgroups.
-    #[must_use]
-    pub fn driver(&self) -> CgroupDriver {
-        self.names.driver()
-    }
-
     /// Returns a channel that changes whenever systemd, after reloading its units, may have overwritten all
     /// values. `None` with the cgroupfs driver.
     #[must_use]
@@ -197,28 +187,10 @@ impl Cgroups {
         }
     }
 
-    /// Returns the machine's version of cgroups.
-    #[must_use]
-    pub fn version(&self) -> Version {
-        self.layout.version
-    }
-
-    /// Returns all hierarchies in use.
-    #[must_use]
-    pub fn hierarchies(&self) -> &[Hierarchy] {
-        &self.layout.hierarchies
-    }
-
     /// Returns the metrics of write durations.
     #[must_use]
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
-    }
-
-    /// Returns the names of all controllers that are available to pods.
-    #[must_use]
-    pub fn controllers(&self) -> BTreeSet<String> {
-        self.hierarchies().iter().flat_map(Hierarchy::names).collect()
     }
 
     /// Makes the cgroup `path` and its ancestors in every hierarchy and its files hold `values`.
@@ -240,13 +212,13 @@ impl Cgroups {
         self.metrics.time("update", || {
             // Parents come before their children in the order of paths.
             for (path, files) in cgroups {
-                let relative = self.relative(path)?;
-                for hierarchy in self.hierarchies() {
+                let relative = self.paths.relative(path)?;
+                for hierarchy in self.paths.hierarchies() {
                     if let Store::Systemd(slices) = &self.store {
-                        slices.start(&hierarchy.mount, &self.root_path(), &relative, files)?;
+                        slices.start(&hierarchy.mount, &self.paths.root_path(), &relative, files)?;
                     }
                     // With slices, this only passes down the controllers that systemd does not manage.
-                    tree::make(hierarchy, self.version(), &relative, &self.store)?;
+                    tree::make(hierarchy, self.paths.version(), &relative, &self.store)?;
                 }
             }
             let report = write::all(self, cgroups, Adjust::All);
@@ -273,7 +245,7 @@ impl Cgroups {
     /// # Errors
     /// The kernel refuses.
     pub fn clear_burst(&self, path: &str) -> Result<(), CgroupError> {
-        let file = if self.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" };
+        let file = if self.paths.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" };
         match self.read(path, file) {
             Some(burst) if burst != "0" => write::one(self, path, file, "0"),
             _ => Ok(()),
@@ -287,7 +259,7 @@ impl Cgroups {
     /// some that just ended.
     pub fn remove(&self, path: &str) -> Result<(), CgroupError> {
         self.metrics.time("destroy", || {
-            let relative = self.relative(path)?;
+            let relative = self.paths.relative(path)?;
             let pids = self.pids(path)?;
             if !pids.is_empty() {
                 return Err(CgroupError::NotEmpty { cgroup: path.to_owned(), pids });
@@ -297,6 +269,7 @@ impl Cgroups {
             }
             // A failure in a hierarchy must not prevent the removal in the others.
             let results: Vec<_> = self
+                .paths
                 .hierarchies()
                 .iter()
                 .map(|h| tree::remove(&h.mount.join(&relative), &self.store))
@@ -310,163 +283,21 @@ impl Cgroups {
     /// # Errors
     /// The path is invalid, or a list of processes cannot be read.
     pub fn pids(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
-        let relative = self.relative(path)?;
+        let relative = self.paths.relative(path)?;
         let mut pids = BTreeSet::new();
-        for hierarchy in self.hierarchies() {
+        for hierarchy in self.paths.hierarchies() {
             tree::pids(&hierarchy.mount.join(&relative), &mut pids)?;
         }
         Ok(pids.into_iter().collect())
-    }
-
-    /// Sends SIGKILL to every process left in a pod's cgroup `path`, and returns their ids. The processes may
-    /// take a moment to end. For the end of a pod, when the runtime has nothing more to stop.
-    ///
-    /// # Errors
-    /// The path is not a pod's, or a list of processes cannot be read.
-    pub fn kill_remaining(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
-        kill::pod(self, path)
-    }
-
-    /// Destroys a pod's cgroup `path`: sends SIGKILL to every process left in it, waits for their end (at
-    /// most two seconds), and removes the cgroup. Returns the ids of the processes.
-    ///
-    /// # Errors
-    /// The path is not a pod's, or the processes don't end because they are stuck in the kernel.
-    pub fn destroy(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
-        kill::destroy(self, path)
-    }
-
-    /// Returns the cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`:
-    /// containerd names it by the bare id, CRI-O `crio-<id>`, and with systemd it is a scope. `None` if it
-    /// does not exist (yet).
-    #[must_use]
-    pub fn container_path(&self, pod: &str, id: &str) -> Option<String> {
-        let dir = self.hierarchy_of("cpu")?.mount.join(self.relative(pod).ok()?);
-        if !id.is_empty() && checked_file(id).is_some() && dir.join(id).is_dir() {
-            return Some(format!("{pod}/{id}"));
-        }
-        let names = tree::children(&dir).ok()?;
-        let name = names.into_iter().find(|name| read::is_of(name, id))?;
-        Some(format!("{pod}/{name}"))
     }
 
     /// Returns the content of `file` of the cgroup `path`, without the final newline; `None` if it is
     /// missing.
     #[must_use]
     pub fn read(&self, path: &str, file: &str) -> Option<String> {
-        let hierarchy = self.hierarchy_of_file(file)?;
-        let path = hierarchy.mount.join(self.relative(path).ok()?).join(checked_file(file)?);
+        let hierarchy = self.paths.hierarchy_of_file(file)?;
+        let path = hierarchy.mount.join(self.paths.relative(path).ok()?).join(checked_file(file)?);
         Some(kernel_file::read_to_string(path).ok()?.trim_end().to_owned())
-    }
-
-    /// Returns the kernel half's id of the cgroup `path`: the inode of its cgroup2 directory.
-    #[must_use]
-    pub fn cgroup_id(&self, path: &str) -> Option<u64> {
-        Some(fs::metadata(self.cgroup2_path(path)?).ok()?.ino())
-    }
-
-    /// Returns the cgroup2 directory of `path`, which may not exist; `None` without cgroup2.
-    #[must_use]
-    pub fn cgroup2_path(&self, path: &str) -> Option<PathBuf> {
-        let hierarchy = self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2)?;
-        Some(hierarchy.mount.join(self.relative(path).ok()?))
-    }
-
-    /// Returns the name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, also
-    /// with systemd (`ToSystemd` of the kubelet). Runtimes use the last component of a slice's path.
-    #[must_use]
-    pub fn cri_parent(&self, path: &str) -> String {
-        self.names.path(path)
-    }
-
-    /// Returns true if the cgroup `path` exists in every hierarchy.
-    #[must_use]
-    pub fn exists(&self, path: &str) -> bool {
-        self.relative(path)
-            .is_ok_and(|relative| self.hierarchies().iter().all(|h| h.mount.join(&relative).is_dir()))
-    }
-
-    /// Returns true if the cgroup `path` exists in any hierarchy.
-    #[must_use]
-    pub fn exists_anywhere(&self, path: &str) -> bool {
-        self.relative(path)
-            .is_ok_and(|relative| self.hierarchies().iter().any(|h| h.mount.join(&relative).is_dir()))
-    }
-
-    /// Returns true if the cgroup `path` exists in each hierarchy that contains one of `files`.
-    #[must_use]
-    pub fn has_all(&self, path: &str, files: &Files) -> bool {
-        self.relative(path).is_ok_and(|relative| {
-            let mut hierarchies = files.keys().filter_map(|file| self.hierarchy_of_file(file));
-            hierarchies.all(|h| h.mount.join(&relative).is_dir())
-        })
-    }
-
-    /// Returns the pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.
-    ///
-    /// # Errors
-    /// A directory cannot be listed.
-    pub fn list_pods(&self) -> Result<Vec<String>, CgroupError> {
-        let mut found = BTreeSet::new();
-        for parent in ["/kubepods", "/kubepods/burstable", "/kubepods/besteffort"] {
-            let relative = self.relative(parent)?;
-            for hierarchy in self.hierarchies() {
-                let names = tree::children(&hierarchy.mount.join(&relative))?;
-                let uids = names.iter().filter_map(|name| self.names.pod_uid(parent, name));
-                found.extend(uids.map(|uid| format!("{parent}/pod{uid}")));
-            }
-        }
-        Ok(found.into_iter().collect())
-    }
-
-    /// Converts `path` to a path relative to a hierarchy's mount point.
-    fn relative(&self, path: &str) -> Result<PathBuf, CgroupError> {
-        if path == "/" {
-            return Ok(self.root_path());
-        }
-        Ok(PathBuf::from(self.names.path(checked(path)?).trim_start_matches('/')))
-    }
-
-    /// Returns the root relative to a hierarchy's mount point.
-    fn root_path(&self) -> PathBuf {
-        PathBuf::from(self.names.root_path().trim_start_matches('/'))
-    }
-
-    /// Sets a value that is about to be written as a property of systemd's unit, if the cgroup is a unit.
-    fn keep(&self, path: &str, file: &str, value: &str) -> Result<(), CgroupError> {
-        match &self.store {
-            Store::Systemd(slices) => slices.set(&self.relative(path)?, file, value),
-            Store::Kernel | Store::Folders => Ok(()),
-        }
-    }
-
-    /// Returns the hierarchy with `controller`.
-    fn hierarchy_of(&self, controller: &str) -> Option<&Hierarchy> {
-        self.hierarchies().iter().find(|hierarchy| hierarchy.has(controller))
-    }
-
-    /// Returns the hierarchy with `file`: `cpu.shares` belongs to the cpu controller, `cgroup.kill` to
-    /// cgroup2.
-    fn hierarchy_of_file(&self, file: &str) -> Option<&Hierarchy> {
-        match file.split('.').next()? {
-            "cgroup" => self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2),
-            controller => self.hierarchy_of(controller),
-        }
-    }
-}
-
-impl Hierarchy {
-    /// Returns the names of the hierarchy's controllers; for cgroup2, those that its root offers now.
-    fn names(&self) -> BTreeSet<String> {
-        if !self.is_v2 {
-            return self.controllers.clone();
-        }
-        let offered = fs::read_to_string(self.mount.join("cgroup.controllers")).unwrap_or_default();
-        offered.split_whitespace().map(str::to_owned).collect()
-    }
-
-    fn has(&self, controller: &str) -> bool {
-        if self.is_v2 { self.names().contains(controller) } else { self.controllers.contains(controller) }
     }
 }
 

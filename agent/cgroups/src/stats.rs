@@ -1,4 +1,4 @@
-//! CPU usage and pressure of cgroups, in the same units on both versions.
+//! CPU usage, pressure and processes of cgroups, in the same units on both versions.
 
 use std::path::PathBuf;
 
@@ -33,59 +33,64 @@ pub struct Stalled {
     pub full_us: Option<u64>,
 }
 
-impl Cgroups {
-    /// Returns the CPU time of `path`; `None` if the cgroup does not exist.
-    #[must_use]
-    pub fn cpu_use(&self, path: &str) -> Option<CpuUse> {
-        let stat = self.text("cpu", path, "cpu.stat")?;
-        let used_ns = if self.version() == Version::V2 {
-            field(&stat, "usage_usec")?.saturating_mul(1000)
-        } else {
-            self.text("cpuacct", path, "cpuacct.usage")?.trim().parse().ok()?
-        };
-        Some(CpuUse { used_ns, throttled_ns: self.throttled_in(&stat) })
-    }
+/// Returns the CPU time of `path`; `None` if the cgroup does not exist.
+#[must_use]
+pub fn cpu(cgroups: &Cgroups, path: &str) -> Option<CpuUse> {
+    let stat = text(cgroups, "cpu", path, "cpu.stat")?;
+    let used_ns = if cgroups.paths.version() == Version::V2 {
+        field(&stat, "usage_usec")?.saturating_mul(1000)
+    } else {
+        text(cgroups, "cpuacct", path, "cpuacct.usage")?.trim().parse().ok()?
+    };
+    Some(CpuUse { used_ns, throttled_ns: throttled_in(cgroups, &stat) })
+}
 
-    /// Returns only [`CpuUse::throttled_ns`] of `path`, which takes a single file on both versions. `None` if
-    /// the cgroup does not exist.
-    #[must_use]
-    pub fn throttled_ns(&self, path: &str) -> Option<u64> {
-        let stat = self.text("cpu", path, "cpu.stat")?;
-        Some(self.throttled_in(&stat))
-    }
+/// Returns only [`CpuUse::throttled_ns`] of `path`, which takes a single file on both versions. `None` if
+/// the cgroup does not exist.
+#[must_use]
+pub fn throttled_ns(cgroups: &Cgroups, path: &str) -> Option<u64> {
+    let stat = text(cgroups, "cpu", path, "cpu.stat")?;
+    Some(throttled_in(cgroups, &stat))
+}
 
-    /// Parses the throttled time in a `cpu.stat`.
-    fn throttled_in(&self, stat: &str) -> u64 {
-        if self.version() == Version::V2 {
-            field(stat, "throttled_usec").unwrap_or(0).saturating_mul(1000)
-        } else {
-            field(stat, "throttled_time").unwrap_or(0)
+/// Parses the throttled time in a `cpu.stat`.
+fn throttled_in(cgroups: &Cgroups, stat: &str) -> u64 {
+    if cgroups.paths.version() == Version::V2 {
+        field(stat, "throttled_usec").unwrap_or(0).saturating_mul(1000)
+    } else {
+        field(stat, "throttled_time").unwrap_or(0)
+    }
+}
+
+/// Returns the stall time of the tasks of `path` since the cgroup was made; `None` if the kernel doesn't
+/// count it. On a hybrid machine the cgroup2 hierarchy has it.
+#[must_use]
+pub fn stalled(cgroups: &Cgroups, path: &str, pressure: Pressure) -> Option<Stalled> {
+    let file = match pressure {
+        Pressure::Cpu => "cpu.pressure",
+        Pressure::Memory => "memory.pressure",
+    };
+    let text = kernel_file::read_to_string(cgroups.paths.cgroup2_path(path)?.join(file)).ok()?;
+    Some(Stalled { some_us: total(&text, "some ")?, full_us: total(&text, "full ") })
+}
+
+fn text(cgroups: &Cgroups, controller: &str, path: &str, file: &str) -> Option<String> {
+    let hierarchy = match cgroups.paths.version() {
+        // All controllers are in a single hierarchy.
+        Version::V2 => cgroups.paths.hierarchies().last()?,
+        Version::V1 | Version::Hybrid => {
+            cgroups.paths.hierarchies().iter().find(|h| h.controllers.contains(controller))?
         }
-    }
+    };
+    let dir: PathBuf = hierarchy.mount.join(cgroups.paths.relative(path).ok()?);
+    kernel_file::read_to_string(dir.join(file)).ok()
+}
 
-    /// Returns the stall time of the tasks of `path` since the cgroup was made; `None` if the kernel doesn't
-    /// count it. On a hybrid machine the cgroup2 hierarchy has it.
-    #[must_use]
-    pub fn stalled(&self, path: &str, pressure: Pressure) -> Option<Stalled> {
-        let file = match pressure {
-            Pressure::Cpu => "cpu.pressure",
-            Pressure::Memory => "memory.pressure",
-        };
-        let text = kernel_file::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?;
-        Some(Stalled { some_us: total(&text, "some ")?, full_us: total(&text, "full ") })
-    }
-
-    fn text(&self, controller: &str, path: &str, file: &str) -> Option<String> {
-        let hierarchy = match self.version() {
-            // All controllers are in a single hierarchy.
-            Version::V2 => self.hierarchies().last()?,
-            Version::V1 | Version::Hybrid => {
-                self.hierarchies().iter().find(|h| h.controllers.contains(controller))?
-            }
-        };
-        let dir: PathBuf = hierarchy.mount.join(self.relative(path).ok()?);
-        kernel_file::read_to_string(dir.join(file)).ok()
-    }
+/// Returns the number of processes and threads in the cgroup `path` and below it; `None` if they are not
+/// counted.
+#[must_use]
+pub fn pids(cgroups: &Cgroups, path: &str) -> Option<u64> {
+    cgroups.read(path, "pids.current")?.parse().ok()
 }
 
 /// Returns the number after `name ` at the start of a line.

@@ -1,5 +1,9 @@
 //! Tests without a real cgroupfs: folders with the files that a kernel would make.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
+
 use tempfile::TempDir;
 
 use super::*;
@@ -71,7 +75,7 @@ fn v2_controllers_are_passed_down_and_values_written() {
 
 /// Replaces a file by a directory, which even root can't write to.
 fn refuse_controllers(cgroups: &Cgroups) {
-    let unified = cgroups.hierarchies().iter().find(|hierarchy| hierarchy.is_v2).unwrap();
+    let unified = cgroups.paths.hierarchies().iter().find(|hierarchy| hierarchy.is_v2).unwrap();
     let file = unified.mount.join("cgroup.subtree_control");
     fs::write(unified.mount.join("cgroup.controllers"), "hugetlb\n").unwrap();
     fs::remove_file(&file).unwrap();
@@ -82,7 +86,7 @@ fn refuse_controllers(cgroups: &Cgroups) {
 fn on_a_hybrid_machine_the_controllers_of_cgroup2_are_not_needed() {
     let dir = TempDir::new().unwrap();
     let (v1, v2) = (fake_v1(&dir), fake_v2(&dir));
-    let hierarchies = v1.hierarchies().iter().chain(v2.hierarchies()).cloned().collect();
+    let hierarchies = v1.paths.hierarchies().iter().chain(v2.paths.hierarchies()).cloned().collect();
     let layout = Layout { version: Version::Hybrid, hierarchies };
     let hybrid = Cgroups::with_layout(layout, "/test").unwrap();
     refuse_controllers(&hybrid);
@@ -95,10 +99,12 @@ fn on_a_hybrid_machine_the_controllers_of_cgroup2_are_not_needed() {
 fn a_root_that_is_missing_where_cpu_and_memory_are_is_refused_by_its_name() {
     let dir = TempDir::new().unwrap();
     for cgroups in [fake_v1(&dir), fake_v2(&dir)] {
-        cgroups.require_root().unwrap();
-        let layout = Layout { version: cgroups.version(), hierarchies: cgroups.hierarchies().to_vec() };
-        Cgroups::with_layout(layout.clone(), "/").unwrap().require_root().unwrap();
-        let error = Cgroups::with_layout(layout, "/tset").unwrap().require_root().unwrap_err().to_string();
+        cgroups.paths.require_root().unwrap();
+        let layout =
+            Layout { version: cgroups.paths.version(), hierarchies: cgroups.paths.hierarchies().to_vec() };
+        Cgroups::with_layout(layout.clone(), "/").unwrap().paths.require_root().unwrap();
+        let error =
+            Cgroups::with_layout(layout, "/tset").unwrap().paths.require_root().unwrap_err().to_string();
         assert!(
             error.starts_with("cgroupRoot: there is no cgroup /tset (") && error.contains("make the cgroup"),
             "{error}"
@@ -110,27 +116,28 @@ fn a_root_that_is_missing_where_cpu_and_memory_are_is_refused_by_its_name() {
 fn a_trial_makes_no_root_and_leaves_none_of_its_cgroups() {
     let dir = TempDir::new().unwrap();
     let folders = |cgroups: &Cgroups, root: &str| {
-        let mut hierarchies = cgroups.hierarchies().to_vec();
+        let mut hierarchies = cgroups.paths.hierarchies().to_vec();
         let mount = dir.path().join("pids");
         fs::create_dir_all(&mount).unwrap();
         hierarchies.push(Hierarchy { mount, is_v2: false, controllers: ["pids".to_owned()].into() });
-        let layout = Layout { version: cgroups.version(), hierarchies };
+        let layout = Layout { version: cgroups.paths.version(), hierarchies };
         Cgroups::over_folders(layout, root).unwrap()
     };
     let v1 = fake_v1(&dir);
     let misspelt = folders(&v1, "/tset");
-    let error = misspelt.trial("try").unwrap_err();
+    let error = Trial::make(&misspelt, "try").unwrap_err();
     assert!(matches!(error, CgroupError::NoRoot { .. }), "{error}");
-    assert!(misspelt.hierarchies().iter().all(|hierarchy| !hierarchy.mount.join("tset").exists()));
+    assert!(misspelt.paths.hierarchies().iter().all(|hierarchy| !hierarchy.mount.join("tset").exists()));
     // The root is missing in hierarchies without CPU and memory: the trial makes and removes it.
     let cgroups = folders(&v1, "/test/kubepods");
-    let trial = cgroups.trial("try").unwrap();
-    let made =
-        |folder: &str| cgroups.hierarchies().iter().filter(|one| one.mount.join(folder).exists()).count();
+    let trial = Trial::make(&cgroups, "try").unwrap();
+    let made = |folder: &str| {
+        cgroups.paths.hierarchies().iter().filter(|one| one.mount.join(folder).exists()).count()
+    };
     assert_eq!(made("test/kubepods/try"), 4);
     trial.remove().unwrap();
     assert_eq!((made("test/kubepods/try"), made("test/kubepods"), made("test")), (0, 3, 3));
-    drop(cgroups.trial("try").unwrap());
+    drop(Trial::make(&cgroups, "try").unwrap());
     assert_eq!((made("test/kubepods/try"), made("test")), (0, 3));
 }
 
@@ -188,20 +195,20 @@ fn paths_lead_nowhere_but_down() {
         assert!(matches!(cgroups.ensure(path, &Files::new()), Err(CgroupError::Path(_))), "{path:?}");
         assert!(matches!(cgroups.remove(path), Err(CgroupError::Path(_))), "{path:?}");
         assert!(
-            matches!(cgroups.kill_remaining(path), Err(CgroupError::NotAPod(_) | CgroupError::Path(_))),
+            matches!(kill::remaining(&cgroups, path), Err(CgroupError::NotAPod(_) | CgroupError::Path(_))),
             "{path:?}"
         );
         assert_eq!(cgroups.read(path, "cpu.max"), None, "{path:?}");
     }
     let error = cgroups.ensure("/kubepods/podg", &files(&[("memory/../../x", "1")])).unwrap_err();
     assert!(matches!(error, CgroupError::Path(_)), "{error}");
-    assert!(Cgroups::with_layout(cgroups.layout.clone(), "/a/../b").is_err());
+    assert!(Cgroups::with_layout(cgroups.paths.layout.clone(), "/a/../b").is_err());
 }
 
 #[test]
 fn a_machine_without_the_memory_controller_gets_a_remedy() {
     let dir = TempDir::new().unwrap();
-    let mut layout = fake_v1(&dir).layout;
+    let mut layout = fake_v1(&dir).paths.layout;
     layout.hierarchies.remove(1);
     let error = Cgroups::with_layout(layout, "/").unwrap_err().to_string();
     assert!(error.contains("cgroup_enable=memory"), "{error}");
@@ -211,9 +218,9 @@ fn a_machine_without_the_memory_controller_gets_a_remedy() {
 fn the_runtime_is_given_the_whole_path() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v2(&dir);
-    assert_eq!(cgroups.cri_parent("/kubepods/podg"), "/test/kubepods/podg");
+    assert_eq!(cgroups.paths.cri_parent("/kubepods/podg"), "/test/kubepods/podg");
     assert_eq!(
-        Cgroups::with_layout(cgroups.layout, "/").unwrap().cri_parent("/kubepods/podg"),
+        Cgroups::with_layout(cgroups.paths.layout, "/").unwrap().paths.cri_parent("/kubepods/podg"),
         "/kubepods/podg"
     );
 }
@@ -221,7 +228,7 @@ fn the_runtime_is_given_the_whole_path() {
 #[test]
 fn pods_on_disk_are_listed() {
     let dir = TempDir::new().unwrap();
-    assert_eq!(fake_v2(&dir).list_pods().unwrap(), ["/kubepods/burstable/podx", "/kubepods/podg"]);
+    assert_eq!(search::pods(&fake_v2(&dir)).unwrap(), ["/kubepods/burstable/podx", "/kubepods/podg"]);
 }
 
 #[test]
@@ -229,10 +236,10 @@ fn a_cgroup_is_known_by_its_inode() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v2(&dir);
     let inode = fs::metadata(dir.path().join("unified/test/kubepods/podg")).unwrap().ino();
-    assert_eq!(cgroups.cgroup_id("/kubepods/podg"), Some(inode));
-    assert_eq!(cgroups.cgroup_id("/kubepods/none"), None);
+    assert_eq!(cgroups.paths.cgroup_id("/kubepods/podg"), Some(inode));
+    assert_eq!(cgroups.paths.cgroup_id("/kubepods/none"), None);
     let dir = TempDir::new().unwrap();
-    assert_eq!(fake_v1(&dir).cgroup_id("/kubepods/podg"), None);
+    assert_eq!(fake_v1(&dir).paths.cgroup_id("/kubepods/podg"), None);
 }
 
 #[test]
@@ -247,12 +254,12 @@ fn processes_are_named_when_a_cgroup_is_not_empty() {
 #[test]
 fn plain_folders_come_and_go_with_their_files() {
     let dir = TempDir::new().unwrap();
-    let cgroups = Cgroups::over_folders(fake_v1(&dir).layout, "/test").unwrap();
+    let cgroups = Cgroups::over_folders(fake_v1(&dir).paths.layout, "/test").unwrap();
     let pod = "/kubepods/burstable/pody";
     cgroups.ensure(pod, &files(&[("cpu.shares", "102")])).unwrap();
     assert_eq!(cgroups.read(pod, "cpu.shares").as_deref(), Some("102"));
     assert_eq!(cgroups.read(pod, "cpuset.cpus").as_deref(), Some("0-3"));
     cgroups.remove(pod).unwrap();
-    assert!(!cgroups.exists(pod));
-    assert!(cgroups.exists("/kubepods/burstable/podx"));
+    assert!(!cgroups.paths.exists(pod));
+    assert!(cgroups.paths.exists("/kubepods/burstable/podx"));
 }

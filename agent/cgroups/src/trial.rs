@@ -18,33 +18,35 @@ pub struct Trial {
     made: Vec<PathBuf>,
 }
 
-impl Cgroups {
+impl Trial {
     /// Makes the cgroup `name` below the root, in the same way as the cgroups of pods.
     ///
     /// # Errors
     /// The root is missing, and nothing was made; or the cgroup cannot be made, and its finished parts were
     /// removed again.
-    pub fn trial(&self, name: &str) -> Result<Trial, CgroupError> {
-        self.require_root()?;
+    pub fn make(cgroups: &Cgroups, name: &str) -> Result<Self, CgroupError> {
+        cgroups.paths.require_root()?;
         let path = format!("/{name}");
-        let root = self.root_path();
+        let root = cgroups.paths.root_path();
         let absent = |mount: &Path| {
             let below = root.ancestors().filter(|part| !part.as_os_str().is_empty());
             below.map(|part| mount.join(part)).take_while(|folder| !folder.exists()).collect::<Vec<_>>()
         };
-        let made = self.hierarchies().iter().flat_map(|hierarchy| absent(&hierarchy.mount).into_iter().rev());
-        let trial = Trial { made: made.collect(), cgroups: self.clone(), path };
+        let made = cgroups
+            .paths
+            .hierarchies()
+            .iter()
+            .flat_map(|hierarchy| absent(&hierarchy.mount).into_iter().rev());
+        let trial = Trial { made: made.collect(), cgroups: cgroups.clone(), path };
         // The value exists before the cgroup, so that its drop removes the finished parts after a failure.
         trial.cgroups.ensure(&trial.path, &Files::new())?;
         Ok(trial)
     }
-}
 
-impl Trial {
     /// Returns the cgroup's directory in the cgroup2 hierarchy; `None` without cgroup2.
     #[must_use]
     pub fn cgroup2(&self) -> Option<PathBuf> {
-        self.cgroups.cgroup2_path(&self.path)
+        self.cgroups.paths.cgroup2_path(&self.path)
     }
 
     /// Removes the cgroup.

@@ -40,7 +40,7 @@ pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> R
     if file == "memory.max" {
         refuse_to_kill(&dir, &path, value)?;
     }
-    cgroups.keep(cgroup, file, value)?;
+    cgroups.store.keep(&cgroups.paths.relative(cgroup)?, file, value)?;
     store(&path, value)?;
     kept(&path, file, value, page_size())
 }
@@ -121,8 +121,8 @@ fn as_cpu_max(quota: &str, period: &str) -> String {
 /// Returns the directory of `file`; `None` if its controller is missing and `value` means no limit.
 fn dir_of(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<Option<PathBuf>, CgroupError> {
     checked_file(file).ok_or_else(|| CgroupError::Path(file.to_owned()))?;
-    match cgroups.hierarchy_of_file(file) {
-        Some(hierarchy) => Ok(Some(hierarchy.mount.join(cgroups.relative(cgroup)?))),
+    match cgroups.paths.hierarchy_of_file(file) {
+        Some(hierarchy) => Ok(Some(hierarchy.mount.join(cgroups.paths.relative(cgroup)?))),
         None if matches!(value, "max" | "-1" | "0") => Ok(None),
         None => Err(CgroupError::NoHierarchy {
             cgroup: cgroup.to_owned(),
@@ -141,7 +141,7 @@ fn write(cgroups: &Cgroups, change: &Change, page: u64) -> Result<(), CgroupErro
     if change.file == "memory.max" {
         refuse_to_kill(&dir, &file, &change.to)?;
     }
-    cgroups.keep(&change.cgroup, &change.file, &change.to)?;
+    cgroups.store.keep(&cgroups.paths.relative(&change.cgroup)?, &change.file, &change.to)?;
     store(&file, &change.to)?;
     kept(&file, &change.file, &change.to, page)
 }

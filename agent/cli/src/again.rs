@@ -31,7 +31,7 @@ pub(super) async fn again(socket: &Path, why: ClientError) -> Result<Client, Cli
         tokio::time::sleep(PAUSE).await;
         let back = async {
             let mut client = Client::connect(socket).await?;
-            client.pods().await?;
+            client.pods.list().await?;
             Ok::<_, ClientError>(client)
         };
         match back.await {

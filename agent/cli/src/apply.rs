@@ -106,7 +106,7 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
         dry_run: args.dry_run,
         prune: args.prune.prune.then_some(proto::Prune { selector }),
     };
-    let answer = client.apply(request).await?;
+    let answer = client.manifests.apply(request).await?;
     let mut taken = true;
     for (manifest, applied) in manifests.iter().zip(&answer.applied) {
         let refused = if applied.refused.is_empty() { "" } else { ", but rejected" };

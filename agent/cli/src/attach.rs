@@ -51,7 +51,7 @@ async fn attach(args: AttachArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let outputs = awaited(client.attach(ReceiverStream::new(receiver))).await?;
+    let outputs = awaited(client.containers.attach(ReceiverStream::new(receiver))).await?;
     eprintln!("attached; showing output from now on");
     converse(args.stdin, terminal, sender, outputs).await
 }

@@ -37,7 +37,7 @@ pub(super) fn namespaces() -> ArgValueCompleter {
 /// Completes the names of local images.
 pub(super) fn images() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
-        let listed = asked(async |mut client| client.images().await);
+        let listed = asked(async |mut client| client.images.list().await);
         let listed: proto::ListImagesResponse = listed.unwrap_or_default();
         begin_with(current, listed.images.iter().flat_map(|image| &image.tags))
     })
@@ -55,7 +55,7 @@ pub(super) fn places() -> ArgValueCompleter {
 }
 
 fn table() -> PodTable {
-    asked(async |mut client| client.pods().await.map(|(table, _)| table)).unwrap_or_default()
+    asked(async |mut client| client.pods.list().await.map(|(table, _)| table)).unwrap_or_default()
 }
 
 /// Returns the agent's answer, or None on error or timeout.

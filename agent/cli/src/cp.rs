@@ -136,7 +136,7 @@ impl There {
             tty: false,
         };
         send(&input, Input::Start(start)).await;
-        let outputs = awaited(self.client.exec(ReceiverStream::new(receiver))).await?;
+        let outputs = awaited(self.client.containers.exec(ReceiverStream::new(receiver))).await?;
         Ok(Command { input, outputs, words: Vec::new() })
     }
 

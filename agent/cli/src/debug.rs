@@ -89,7 +89,7 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
         stdin: args.stdin,
         tty: args.tty,
     };
-    let made = client.debug(request).await?;
+    let made = client.containers.debug(request).await?;
     let name = &made.container;
     eprintln!("{}", plain::line(&format!("container {name} added to pod {}", made.pod)));
     let exit = match tokio::time::timeout(args.timeout, started(&mut client, &made)).await {
@@ -122,7 +122,7 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let outputs = awaited(client.attach(ReceiverStream::new(receiver))).await?;
+    let outputs = awaited(client.containers.attach(ReceiverStream::new(receiver))).await?;
     if args.tty {
         eprintln!("If you don't see a command prompt, try pressing enter.");
     }
@@ -132,7 +132,7 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
 /// Waits until the container has started, prints each waiting reason once, and returns the exit code if the
 /// container has already terminated.
 async fn started(client: &mut Client, made: &proto::DebugResponse) -> anyhow::Result<Option<i32>> {
-    let mut watch = client.watch().await?;
+    let mut watch = client.pods.watch().await?;
     let (mut table, mut is_synced, mut told) = (PodTable::default(), false, String::new());
     while let Some(event) = watch.next().await? {
         is_synced |= event == Event::Synced;

@@ -167,7 +167,7 @@ async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool>
 
 /// Returns the pods' grace periods; empty if the agent does not know its pods yet.
 async fn graces(args: &DeleteArgs, client: &mut Client) -> BTreeMap<PodName, Duration> {
-    let Ok((table, _)) = client.pods().await else { return BTreeMap::new() };
+    let Ok((table, _)) = client.pods.list().await else { return BTreeMap::new() };
     let given = args.grace_period.map(Duration::from_secs);
     let grace = |entry: &PodEntry| given.unwrap_or_else(|| beelet_model::pod::grace_period(&entry.pod));
     table.pods.iter().map(|(name, entry)| (name.clone(), grace(entry))).collect()
@@ -193,7 +193,7 @@ async fn delete_one(
         grace_seconds: if args.force { Some(0) } else { args.grace_period },
         force: args.force,
     };
-    let deleted = client.delete(request).await?;
+    let deleted = client.manifests.delete(request).await?;
     let kind = object.kind.to_lowercase();
     let file = match (deleted.kept.as_str(), deleted.file.as_str()) {
         ("", "") => "manifest already removed".to_owned(),
@@ -245,6 +245,6 @@ async fn objects(
     // Classes have no namespace.
     let namespace = if kind.ends_with("Class") { String::new() } else { args.namespace.clone() };
     let request = proto::ListRequest { kind, namespace, selector: args.selector.clone().unwrap_or_default() };
-    let listed = client.list(request).await?.into_iter();
+    let listed = client.manifests.list(request).await?.into_iter();
     Ok(listed.map(|one| Object { kind: one.kind, namespace: one.namespace, name: one.name }).collect())
 }

@@ -75,7 +75,7 @@ pub fn run(args: &DescribeArgs) -> ExitCode {
 
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let (table, notice) = client.pods().await?;
+    let (table, notice) = client.pods.list().await?;
     let namespace = args.namespace.as_deref().unwrap_or_default();
     let (name, entry) = table.find(namespace, &args.name).map_err(anyhow::Error::msg)?;
     let wanted = proto::ListEventsRequest {
@@ -84,7 +84,7 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         pod: name.name.clone(),
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
     };
-    let events = client.kept_events(wanted).await?;
+    let events = client.events.kept(wanted).await?;
     let signals = signals(&args.agent.socket, name).await;
     print(&pod::text(&entry.pod, &signals, &events, Timestamp::now()))?;
     show_notice(&notice);
@@ -101,9 +101,9 @@ async fn signals(socket: &std::path::Path, name: &PodName) -> Vec<proto::SignalC
 
 async fn describe_node(args: &AgentArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.socket).await?;
-    let node = client.node().await?;
-    let (table, notice) = client.pods().await?;
-    let mut events = client.kept_events(proto::ListEventsRequest::default()).await?;
+    let node = client.devices.node().await?;
+    let (table, notice) = client.pods.list().await?;
+    let mut events = client.events.kept(proto::ListEventsRequest::default()).await?;
     events.retain(|event| event.object_kind == "Node");
     print(&node::text(&node, &table, &events, Timestamp::now()))?;
     show_notice(&notice);

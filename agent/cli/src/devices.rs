@@ -31,7 +31,7 @@ pub fn run(args: &DevicesArgs) -> ExitCode {
 }
 
 async fn devices(args: &DevicesArgs) -> anyhow::Result<()> {
-    let mut listed = Client::connect(&args.shown.agent.socket).await?.devices().await?;
+    let mut listed = Client::connect(&args.shown.agent.socket).await?.devices.list().await?;
     if let Some(missing) =
         args.resources.iter().find(|name| listed.resources.iter().all(|r| r.name != **name))
     {

@@ -44,7 +44,7 @@ pub fn run(args: &DiffArgs) -> ExitCode {
 async fn diff(args: &DiffArgs, manifests: &[Manifest]) -> anyhow::Result<String> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let request = proto::ApplyRequest { manifests: files::to_send(manifests), dry_run: true, prune: None };
-    let answer = client.apply(request).await?;
+    let answer = client.manifests.apply(request).await?;
     Ok(manifests.iter().zip(&answer.applied).map(|(new, old)| difference(new, old)).collect())
 }
 

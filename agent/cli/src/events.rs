@@ -59,12 +59,12 @@ pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
         uid: String::new(),
     };
     if !args.watch {
-        let mut kept = client.kept_events(wanted).await?;
+        let mut kept = client.events.kept(wanted).await?;
         kept.retain(|event| args.wants(event));
         if let Some(pod) = args.pod.as_deref().filter(|_| kept.is_empty()) {
             // A misspelt pod name must not look like a pod without events.
             let namespace = args.namespace.as_deref().unwrap_or_default();
-            client.pods().await?.0.find(namespace, pod).map_err(anyhow::Error::msg)?;
+            client.pods.list().await?.0.find(namespace, pod).map_err(anyhow::Error::msg)?;
         }
         return table(args, &mut Columns::new(TITLES), &kept);
     }
@@ -102,7 +102,7 @@ impl Watcher<'_> {
         client: &mut Client,
         wanted: proto::ListEventsRequest,
     ) -> anyhow::Result<ClientError> {
-        let mut stream = match client.events(wanted).await {
+        let mut stream = match client.events.list(wanted).await {
             Ok(stream) => stream,
             Err(error) => return Ok(error),
         };

@@ -79,7 +79,7 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     let start =
         proto::ExecStart { target: Some(args.of.target()), command: args.command, stdin: args.stdin, tty };
     send(&sender, Input::Start(start)).await;
-    let outputs = awaited(client.exec(ReceiverStream::new(receiver))).await?;
+    let outputs = awaited(client.containers.exec(ReceiverStream::new(receiver))).await?;
     converse(args.stdin, terminal, sender, outputs).await
 }
 

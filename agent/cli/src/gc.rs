@@ -59,13 +59,13 @@ async fn collect(what: &What) -> anyhow::Result<()> {
     match what {
         What::Images { all_unused, common } => {
             let mut client = Client::connect(&common.agent.socket).await?;
-            let collected = client.collect_images(*all_unused, common.dry_run).await?;
+            let collected = client.garbage.collect_images(*all_unused, common.dry_run).await?;
             print!("{}", plain::lines(&images(&collected, common.dry_run)));
             if collected.error.is_empty() { Ok(()) } else { bail!("{}", collected.error) }
         }
         What::Containers { terminated, common } => {
             let mut client = Client::connect(&common.agent.socket).await?;
-            let collected = client.collect_containers(*terminated, common.dry_run).await?;
+            let collected = client.garbage.collect_containers(*terminated, common.dry_run).await?;
             print!("{}", plain::lines(&containers(&collected, common.dry_run)));
             if collected.errors.is_empty() { Ok(()) } else { bail!("{}", collected.errors.join("; ")) }
         }

@@ -116,7 +116,7 @@ pub fn run(args: &GetArgs) -> ExitCode {
 async fn get(args: &PodsArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     if !args.watch {
-        let (table, notice) = client.pods().await?;
+        let (table, notice) = client.pods.list().await?;
         let warnings = if args.is_wide() { Warnings::read(&mut client).await? } else { Warnings::default() };
         show(args, &table, &warnings)?;
         show_notice(&notice);
@@ -194,7 +194,7 @@ struct Watcher<'a> {
 impl Watcher<'_> {
     /// Prints the stream's changes and returns the reason of its end.
     async fn watch(&mut self, client: &mut Client) -> anyhow::Result<ClientError> {
-        let mut watch = match client.watch().await {
+        let mut watch = match client.pods.watch().await {
             Ok(watch) => watch,
             Err(error) => return Ok(error),
         };

@@ -108,7 +108,7 @@ pub fn run(args: &ImagesArgs) -> ExitCode {
 
 /// Prints all images.
 pub(super) async fn list(args: &ShownArgs) -> anyhow::Result<()> {
-    let listed = Client::connect(&args.agent.socket).await?.images().await?;
+    let listed = Client::connect(&args.agent.socket).await?.images.list().await?;
     if args.output == Output::Json {
         return Ok(print(&format!("{:#}\n", value(&listed)))?);
     }
@@ -157,7 +157,7 @@ fn value(listed: &proto::ListImagesResponse) -> serde_json::Value {
 
 async fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let reference = client.pull_image(&args.image).await?;
+    let reference = client.images.pull(&args.image).await?;
     println!("{} pulled: {}", args.image, plain::line(&reference));
     Ok(())
 }
@@ -165,7 +165,7 @@ async fn pull(args: &PullArgs) -> anyhow::Result<()> {
 async fn remove(args: &RmArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     for image in &args.images {
-        let removed = client.remove_image(image, args.force).await?;
+        let removed = client.images.remove(image, args.force).await?;
         let names = removed.map(|image| image.tags.join(" ")).unwrap_or_default();
         println!(
             "{image} removed{}",

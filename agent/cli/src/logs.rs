@@ -91,7 +91,7 @@ async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
     if !args.asks_for_several() {
         return print_all(&agent, request, &mut Shown::default()).await;
     }
-    let (table, _) = agent.client.lock().await.1.pods().await?;
+    let (table, _) = agent.client.lock().await.1.pods.list().await?;
     let sources = args.choice(&args.selector.clone().unwrap_or_default()).of(&table)?;
     let print = |source: Source| {
         let prefix = if args.prefix { source.prefix() } else { String::new() };
@@ -152,7 +152,7 @@ async fn print_all(
     let mut told = BTreeSet::new();
     loop {
         let (life, mut client) = agent.client.lock().await.clone();
-        let ended = match client.logs(request.clone()).await {
+        let ended = match client.containers.logs(request.clone()).await {
             Ok(pieces) => print(pieces, shown).await?,
             Err(error) => Err(error),
         };

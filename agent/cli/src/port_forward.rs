@@ -81,7 +81,7 @@ pub fn run(args: &PortForwardArgs) -> ExitCode {
 
 async fn forward(args: &PortForwardArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let (table, _) = client.pods().await?;
+    let (table, _) = client.pods.list().await?;
     let namespace = args.namespace.as_deref().unwrap_or_default();
     let (name, _) = table.find(namespace, &args.pod).map_err(anyhow::Error::msg)?;
     let mut listening = JoinSet::new();
@@ -122,7 +122,7 @@ async fn connect(socket: TcpStream, target: proto::PortTarget, client: &mut Clie
     let (sender, receiver) = mpsc::channel(QUEUE);
     let input = |input| proto::PortInput { input: Some(input) };
     sender.send(input(Input::Start(target))).await.context("cannot start forwarding")?;
-    let mut outputs = client.port_forward(ReceiverStream::new(receiver)).await?;
+    let mut outputs = client.containers.port_forward(ReceiverStream::new(receiver)).await?;
     let reading = tokio::spawn(async move {
         let mut bytes = vec![0; PIECE];
         loop {

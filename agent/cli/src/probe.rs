@@ -100,7 +100,7 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
 
 async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {
     let mut client = Client::connect(&args.shown.agent.socket).await?;
-    let all = client.probes().await?;
+    let all = client.probes.list().await?;
     let wanted: Vec<&proto::Probe> = all.iter().filter(|probe| args.wants(probe)).collect();
     if args.shown.output == Output::Json {
         let list: Vec<Value> = wanted.iter().map(|probe| probe_json(probe)).collect();
@@ -207,7 +207,7 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
         container: args.container.clone(),
         kind: args.kind.name().to_owned(),
     };
-    let answer = client.run_probe(wanted).await?;
+    let answer = client.probes.run(wanted).await?;
     let (probe, look) = (answer.probe.unwrap_or_default(), answer.look.unwrap_or_default());
     if args.shown.output == Output::Json {
         let document = json!({

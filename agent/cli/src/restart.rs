@@ -45,7 +45,7 @@ pub fn run(args: &RestartArgs) -> ExitCode {
 
 async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let asked = client.restart(args.of.target()).await?;
+    let asked = client.containers.restart(args.of.target()).await?;
     if args.no_wait {
         asked
             .containers
@@ -68,7 +68,7 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
 async fn running_again(client: &mut Client, asked: &proto::RestartResponse, pod: &str) -> anyhow::Result<()> {
     let mut waiting: BTreeMap<&str, &str> =
         asked.containers.iter().map(|one| (one.name.as_str(), one.id.as_str())).collect();
-    let mut watch = client.watch().await?;
+    let mut watch = client.pods.watch().await?;
     let (mut table, mut is_synced, mut told) = (PodTable::default(), false, BTreeMap::new());
     while let Some(event) = watch.next().await? {
         is_synced |= event == Event::Synced;

@@ -50,7 +50,7 @@ async fn show(args: &TuneArgs) -> anyhow::Result<()> {
     let now = Timestamp::now();
     match &args.what {
         What::Status(args) => {
-            let status = Client::connect(&args.shown.agent.socket).await?.tuner_status().await?;
+            let status = Client::connect(&args.shown.agent.socket).await?.tuner.status().await?;
             let text = match args.shown.output {
                 Output::Table => status_text(&status, now),
                 Output::Json => format!("{}\n", status_json(&status)),
@@ -58,7 +58,7 @@ async fn show(args: &TuneArgs) -> anyhow::Result<()> {
             Ok(print(&text)?)
         }
         What::History(args) => {
-            let history = Client::connect(&args.shown.agent.socket).await?.tuner_history().await?;
+            let history = Client::connect(&args.shown.agent.socket).await?.tuner.history().await?;
             let text = match args.shown.output {
                 Output::Table => history_text(&history, now),
                 Output::Json => history.steps.iter().map(|step| format!("{}\n", step_json(step))).collect(),

@@ -157,7 +157,7 @@ pub(crate) async fn wait(
     mut met: impl FnMut(&PodName),
 ) -> anyhow::Result<Waited> {
     let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-    let mut watch = client.watch().await?;
+    let mut watch = client.pods.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
     let (mut looks, mut told) = (interval_at(Instant::now() + LOOKS, LOOKS), BTreeSet::new());

@@ -71,7 +71,7 @@ async fn wait(args: &WaitArgs) -> anyhow::Result<bool> {
 }
 
 async fn targets(args: &WaitArgs, client: &mut Client) -> anyhow::Result<Vec<Target>> {
-    let (table, _) = client.pods().await?;
+    let (table, _) = client.pods.list().await?;
     let namespace = args.namespace.as_deref().unwrap_or_default();
     let target = |name: &beelet_model::table::PodName, entry: &beelet_model::table::PodEntry| {
         // A deletion concerns this very pod; the other states concern any pod of the name.

@@ -19,7 +19,7 @@ impl Warnings {
 
     /// Reads all warnings that the agent has recorded.
     pub(crate) async fn read(client: &mut Client) -> anyhow::Result<Self> {
-        Ok(Self::of(client.kept_events(proto::ListEventsRequest::default()).await?))
+        Ok(Self::of(client.events.kept(proto::ListEventsRequest::default()).await?))
     }
 
     /// Returns the reason why the pod is not ready, or None.

@@ -1,14 +1,15 @@
 //! Client of the agent's gRPC socket, for the command line, the demo and the tests.
 
+mod pods;
+mod services;
 pub mod signals;
 
 use std::error::Error as _;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-use beelet_proto::beelet as proto;
+use beelet_codec::JsonError;
 use beelet_proto::beelet::containers_client::ContainersClient;
 use beelet_proto::beelet::devices_client::DevicesClient;
 use beelet_proto::beelet::events_client::EventsClient;
@@ -16,17 +17,15 @@ use beelet_proto::beelet::garbage_client::GarbageClient;
 use beelet_proto::beelet::images_client::ImagesClient;
 use beelet_proto::beelet::manifests_client::ManifestsClient;
 use beelet_proto::beelet::node_client::NodeClient;
-use beelet_proto::beelet::pod_event::Type;
 use beelet_proto::beelet::probes_client::ProbesClient;
 use beelet_proto::beelet::tuner_client::TunerClient;
 use hyper_util::rt::TokioIo;
-use k8s_openapi::api::core::v1::Pod;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Status};
 
-use beelet_codec::{ApiType as _, JsonError};
-use beelet_model::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
+pub use self::pods::{Event, Pods, Watch};
+pub use self::services::{Containers, Devices, Events, Garbage, Images, Manifests, Probes, Tuner};
 
 /// Maximum size of a message, larger than any list of a node's pods.
 pub const MAX_MESSAGE: usize = 256 << 20;
@@ -36,18 +35,27 @@ pub const MAX_MESSAGE: usize = 256 << 20;
 const ASKED: Duration = Duration::from_secs(5);
 const ANSWERS: Duration = Duration::from_secs(10);
 
-/// A connection to a running agent.
+/// A connection to a running agent, with a value per service.
 #[derive(Debug, Clone)]
 pub struct Client {
-    node: NodeClient<Channel>,
-    events: EventsClient<Channel>,
-    devices: DevicesClient<Channel>,
-    garbage: GarbageClient<Channel>,
-    images: ImagesClient<Channel>,
-    tuner: TunerClient<Channel>,
-    containers: ContainersClient<Channel>,
-    manifests: ManifestsClient<Channel>,
-    probes: ProbesClient<Channel>,
+    /// The agent's pods.
+    pub pods: Pods,
+    /// The node's devices and resources.
+    pub devices: Devices,
+    /// The node's events.
+    pub events: Events,
+    /// The collection of unused images and dead containers.
+    pub garbage: Garbage,
+    /// The images of the runtime.
+    pub images: Images,
+    /// The tuner.
+    pub tuner: Tuner,
+    /// Containers: logs, streams, restarts.
+    pub containers: Containers,
+    /// The agent's manifest directory.
+    pub manifests: Manifests,
+    /// The probes of containers.
+    pub probes: Probes,
 }
 
 /// Reason why the agent gave no answer.
@@ -136,23 +144,6 @@ impl From<Status> for ClientError {
     }
 }
 
-/// A change of the agent's pods.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Event {
-    /// A pod was added.
-    Added(PodName, Arc<PodEntry>),
-    /// A pod changed, or was replaced by another pod of the same name.
-    Modified(PodName, Arc<PodEntry>),
-    /// A pod was removed. The entry has its last state.
-    Deleted(PodName, Arc<PodEntry>),
-    /// The initial list is complete.
-    Synced,
-    /// The complete list of manifests that cannot become pods.
-    Rejected(Arc<Vec<RejectedManifest>>),
-    /// Reason why the reported pods may be outdated; empty once they are current again.
-    Notice(String),
-}
-
 impl Client {
     /// Connects to the agent's socket at `path`.
     ///
@@ -161,199 +152,16 @@ impl Client {
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
         let channel = connect(path).await?;
         Ok(Self {
-            node: NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            events: EventsClient::new(channel.clone()),
-            devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            tuner: TunerClient::new(channel.clone()),
-            probes: ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            images: ImagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            containers: ContainersClient::new(channel.clone()),
-            manifests: ManifestsClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
+            pods: Pods(NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE)),
+            devices: Devices(DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE)),
+            events: Events(EventsClient::new(channel.clone())),
+            garbage: Garbage(GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE)),
+            images: Images(ImagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE)),
+            tuner: Tuner(TunerClient::new(channel.clone())),
+            containers: Containers(ContainersClient::new(channel.clone())),
+            probes: Probes(ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE)),
+            manifests: Manifests(ManifestsClient::new(channel).max_decoding_message_size(MAX_MESSAGE)),
         })
-    }
-
-    /// Collects images now, or lists candidates with `dry_run`.
-    ///
-    /// # Errors
-    /// The agent's error.
-    pub async fn collect_images(
-        &mut self,
-        all_unused: bool,
-        dry_run: bool,
-    ) -> Result<proto::CollectImagesResponse, ClientError> {
-        let request = proto::CollectImagesRequest { dry_run, all_unused };
-        Ok(self.garbage.collect_images(request).await?.into_inner())
-    }
-
-    /// Collects dead containers and sandboxes now, or lists candidates with `dry_run`.
-    ///
-    /// # Errors
-    /// The agent's error.
-    pub async fn collect_containers(
-        &mut self,
-        terminated: bool,
-        dry_run: bool,
-    ) -> Result<proto::CollectContainersResponse, ClientError> {
-        let request = proto::CollectContainersRequest { dry_run, terminated };
-        Ok(self.garbage.collect_containers(request).await?.into_inner())
-    }
-
-    /// Returns the runtime's images with the pods that use them.
-    ///
-    /// # Errors
-    /// The agent or the runtime does not answer.
-    pub async fn images(&mut self) -> Result<proto::ListImagesResponse, ClientError> {
-        Ok(self.images.list_images(proto::ListImagesRequest {}).await?.into_inner())
-    }
-
-    /// Pulls an image and returns its reference for containers.
-    ///
-    /// # Errors
-    /// The reason why the image cannot be pulled.
-    pub async fn pull_image(&mut self, image: &str) -> Result<String, ClientError> {
-        let request = proto::PullImageRequest { image: image.to_owned() };
-        Ok(self.images.pull_image(request).await?.into_inner().reference)
-    }
-
-    /// Removes an image; with `force` also an image in use.
-    ///
-    /// # Errors
-    /// The image is missing, in use, or cannot be removed.
-    pub async fn remove_image(
-        &mut self,
-        image: &str,
-        force: bool,
-    ) -> Result<Option<proto::NodeImage>, ClientError> {
-        let request = proto::RemoveImageRequest { image: image.to_owned(), force };
-        Ok(self.images.remove_image(request).await?.into_inner().image)
-    }
-
-    /// Imports the images of an archive. The first input has the parameters.
-    ///
-    /// # Errors
-    /// The archive is invalid, or the runtime rejects it.
-    pub async fn import_images(
-        &mut self,
-        inputs: impl tokio_stream::Stream<Item = proto::ImportInput> + Send + 'static,
-    ) -> Result<Vec<proto::ImportedImage>, ClientError> {
-        Ok(self.images.import_images(inputs).await?.into_inner().images)
-    }
-
-    /// Exports images as an archive, in pieces.
-    ///
-    /// # Errors
-    /// An image is missing, or the runtime cannot export it.
-    pub async fn export_images(
-        &mut self,
-        images: Vec<String>,
-    ) -> Result<Streaming<proto::ExportPiece>, ClientError> {
-        let request = proto::ExportImagesRequest { images };
-        Ok(self.images.export_images(request).await?.into_inner())
-    }
-
-    /// Returns all current pods, and the reason why they may be outdated, or an empty text.
-    ///
-    /// # Errors
-    /// The agent stopped, refused, or does not know its pods yet.
-    pub async fn pods(&mut self) -> Result<(PodTable, String), ClientError> {
-        let list = self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner();
-        let pods = list.pods.into_iter().map(decode_pod).collect::<Result<_, _>>()?;
-        Ok((PodTable { pods, rejected: decode_rejected(list.rejected) }, list.notice))
-    }
-
-    /// Returns the force-deleted pods that have not terminated yet, as namespace/name.
-    ///
-    /// # Errors
-    /// As for [`Client::pods`].
-    pub async fn deleted_by_force(&mut self) -> Result<Vec<String>, ClientError> {
-        Ok(self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner().deleted_by_force)
-    }
-
-    /// Lists all current pods and then watches for changes.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn watch(&mut self) -> Result<Watch, ClientError> {
-        Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
-    }
-
-    /// Returns the node's devices and their holders.
-    ///
-    /// # Errors
-    /// The agent stopped, refused, or still waits for the runtime.
-    pub async fn devices(&mut self) -> Result<proto::ListDevicesResponse, ClientError> {
-        Ok(self.devices.list_devices(proto::ListDevicesRequest {}).await?.into_inner())
-    }
-
-    /// Returns the node's capacity and allocatable resources.
-    ///
-    /// # Errors
-    /// As for [`Client::devices`].
-    pub async fn node(&mut self) -> Result<proto::GetNodeResponse, ClientError> {
-        Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
-    }
-
-    /// Returns the tuner's status.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn tuner_status(&mut self) -> Result<proto::TunerStatus, ClientError> {
-        Ok(self.tuner.get_tuner_status(proto::GetTunerStatusRequest {}).await?.into_inner())
-    }
-
-    /// Returns the steps that the tuner took or advised.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn tuner_history(&mut self) -> Result<proto::TunerHistory, ClientError> {
-        Ok(self.tuner.get_tuner_history(proto::GetTunerHistoryRequest {}).await?.into_inner())
-    }
-
-    /// Returns all probes of all containers.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn probes(&mut self) -> Result<Vec<proto::Probe>, ClientError> {
-        Ok(self.probes.list_probes(proto::ListProbesRequest {}).await?.into_inner().probes)
-    }
-
-    /// Runs a probe once, immediately.
-    ///
-    /// # Errors
-    /// The probe is missing, or the agent stopped or refused.
-    pub async fn run_probe(
-        &mut self,
-        wanted: proto::RunProbeRequest,
-    ) -> Result<proto::RunProbeResponse, ClientError> {
-        Ok(self.probes.run_probe(wanted).await?.into_inner())
-    }
-
-    /// Returns the node's events, latest last; with `watch`, new events follow.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn events(
-        &mut self,
-        wanted: proto::ListEventsRequest,
-    ) -> Result<Streaming<proto::Event>, ClientError> {
-        Ok(self.events.list_events(wanted).await?.into_inner())
-    }
-
-    /// Returns the recorded events, latest last.
-    ///
-    /// # Errors
-    /// The agent stopped or refused.
-    pub async fn kept_events(
-        &mut self,
-        wanted: proto::ListEventsRequest,
-    ) -> Result<Vec<proto::Event>, ClientError> {
-        let mut stream = self.events(proto::ListEventsRequest { watch: false, ..wanted }).await?;
-        let mut events = Vec::new();
-        while let Some(event) = stream.message().await? {
-            events.push(event);
-        }
-        Ok(events)
     }
 }
 
@@ -379,171 +187,11 @@ pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
     Ok(channel)
 }
 
-impl Client {
-    /// Streams a container's log.
-    ///
-    /// # Errors
-    /// The container or the log is missing, or the agent stopped or refused.
-    pub async fn logs(
-        &mut self,
-        request: proto::LogsRequest,
-    ) -> Result<Streaming<proto::LogsPiece>, ClientError> {
-        Ok(self.containers.logs(request).await?.into_inner())
-    }
-
-    /// Runs a command in a container. The first input has the command and the container.
-    ///
-    /// # Errors
-    /// The container is missing or not running, or the agent stopped or refused.
-    pub async fn exec(
-        &mut self,
-        inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
-    ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
-        Ok(self.containers.exec(inputs).await?.into_inner())
-    }
-
-    /// Attaches to a container's main process. The first input names the container.
-    ///
-    /// # Errors
-    /// As for [`Client::exec`].
-    pub async fn attach(
-        &mut self,
-        inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
-    ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
-        Ok(self.containers.attach(inputs).await?.into_inner())
-    }
-
-    /// Connects to a port of a pod. The first piece names the pod and the port.
-    ///
-    /// # Errors
-    /// The pod is missing or not running, or the agent stopped or refused.
-    pub async fn port_forward(
-        &mut self,
-        inputs: impl tokio_stream::Stream<Item = proto::PortInput> + Send + 'static,
-    ) -> Result<Streaming<proto::PortOutput>, ClientError> {
-        Ok(self.containers.port_forward(inputs).await?.into_inner())
-    }
-
-    /// Restarts containers immediately.
-    ///
-    /// # Errors
-    /// No container can be restarted, or the agent stopped or refused.
-    pub async fn restart(
-        &mut self,
-        target: proto::ContainerTarget,
-    ) -> Result<proto::RestartResponse, ClientError> {
-        let request = proto::RestartRequest { target: Some(target) };
-        Ok(self.containers.restart(request).await?.into_inner())
-    }
-
-    /// Adds an ephemeral container to a static pod.
-    ///
-    /// # Errors
-    /// The pod is missing or cannot have an ephemeral container, or the agent stopped or refused.
-    pub async fn debug(&mut self, request: proto::DebugRequest) -> Result<proto::DebugResponse, ClientError> {
-        Ok(self.containers.debug(request).await?.into_inner())
-    }
-
-    /// Writes manifests to the agent's manifest directory, or reports the changes with a dry run.
-    ///
-    /// # Errors
-    /// A manifest is invalid or cannot be written, or the agent stopped or refused.
-    pub async fn apply(&mut self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, ClientError> {
-        Ok(self.manifests.apply(request).await?.into_inner())
-    }
-
-    /// Returns the objects in the manifest directory.
-    ///
-    /// # Errors
-    /// The selector is invalid, or the agent stopped or refused.
-    pub async fn list(&mut self, request: proto::ListRequest) -> Result<Vec<proto::Described>, ClientError> {
-        Ok(self.manifests.list(request).await?.into_inner().objects)
-    }
-
-    /// Removes a manifest from the agent's manifest directory.
-    ///
-    /// # Errors
-    /// The manifest is missing or cannot be removed, or the agent stopped or refused.
-    pub async fn delete(
-        &mut self,
-        request: proto::DeleteRequest,
-    ) -> Result<proto::DeleteResponse, ClientError> {
-        Ok(self.manifests.delete(request).await?.into_inner())
-    }
-}
-
-/// A stream of changes.
-#[derive(Debug)]
-pub struct Watch {
-    events: Streaming<proto::PodEvent>,
-}
-
-impl Watch {
-    /// Returns the next change, or None once the agent has closed the stream. Cancel safe.
-    ///
-    /// # Errors
-    /// The agent stopped, or sent a malformed pod.
-    pub async fn next(&mut self) -> Result<Option<Event>, ClientError> {
-        while let Some(event) = self.events.message().await? {
-            let kind = event.r#type();
-            let pod = event.pod.map(decode_pod).transpose()?;
-            match (kind, pod) {
-                (Type::Added, Some((name, entry))) => return Ok(Some(Event::Added(name, entry))),
-                (Type::Modified, Some((name, entry))) => return Ok(Some(Event::Modified(name, entry))),
-                (Type::Deleted, Some((name, entry))) => return Ok(Some(Event::Deleted(name, entry))),
-                (Type::Synced, _) => return Ok(Some(Event::Synced)),
-                (Type::Notice, _) => return Ok(Some(Event::Notice(event.notice))),
-                (Type::Rejected, _) => return Ok(Some(Event::Rejected(decode_rejected(event.rejected)))),
-                // A newer agent may send unknown events.
-                _ => {}
-            }
-        }
-        Ok(None)
-    }
-}
-
-impl Event {
-    /// Applies this event to `table`.
-    pub fn apply(&self, table: &mut PodTable) {
-        match self {
-            Self::Added(name, entry) | Self::Modified(name, entry) => {
-                table.pods.insert(name.clone(), Arc::clone(entry));
-            }
-            Self::Deleted(name, _) => {
-                table.pods.remove(name);
-            }
-            Self::Rejected(rejected) => table.rejected = Arc::clone(rejected),
-            Self::Synced | Self::Notice(_) => {}
-        }
-    }
-}
-
-fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> {
-    let name = PodName { namespace: pod.namespace, name: pod.name };
-    let readiness_edge = pod.readiness_edge.map(|edge| ReadinessEdge {
-        container: edge.container,
-        ready: edge.ready,
-        kernel_ns: edge.kernel_ns,
-        published_ns: edge.published_ns,
-    });
-    // The namespace's path is private to the agent and not sent.
-    let entry = PodEntry {
-        readiness_edge,
-        ..PodEntry::of(Pod::from_json(&pod.json).map_err(ClientError::Malformed)?)
-    };
-    Ok((name, Arc::new(entry)))
-}
-
-fn decode_rejected(rejected: Vec<proto::RejectedManifest>) -> Arc<Vec<RejectedManifest>> {
-    let decode = |manifest: proto::RejectedManifest| RejectedManifest {
-        file: manifest.file.into(),
-        message: manifest.message,
-    };
-    Arc::new(rejected.into_iter().map(decode).collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use beelet_codec::ApiType as _;
+    use k8s_openapi::api::core::v1::Pod;
+
     use super::*;
 
     #[test]

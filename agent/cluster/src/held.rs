@@ -63,16 +63,16 @@ impl Held {
             objects.add(Path::new(""), object);
         }
         for (of, token) in &self.tokens {
-            objects.add_token(of.clone(), Arc::clone(token));
+            objects.tokens.add(of.clone(), Arc::clone(token));
         }
         if let Some(services) = &self.services {
-            objects.set_services(services.clone());
+            objects.services = Some(services.clone());
         }
         if let Some(bundles) = &self.trust_bundles {
-            objects.set_trust_bundles(Arc::clone(bundles));
+            objects.trust_bundles = Some(Arc::clone(bundles));
         }
         if self.tokens_optional {
-            objects.do_without_tokens();
+            objects.tokens.are_optional = true;
         }
         for item in items(wanted) {
             match item {

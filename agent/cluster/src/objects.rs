@@ -346,7 +346,7 @@ mod tests {
         held.tokens.insert(of.clone(), "t".into());
         let objects = held.objects(&pods);
         assert!(!objects.is_unread(&pod));
-        assert_eq!(objects.token(&of), Some("t"));
+        assert_eq!(objects.tokens.get(&of), Some("t"));
     }
 
     #[test]
@@ -386,7 +386,12 @@ mod tests {
         let mut all = All::<core::Service> { known: BTreeMap::new(), out: Arc::clone(&held) };
         let told = || -> Vec<String> {
             let objects = held.borrow().objects(&pods);
-            objects.services().filter_map(|service| service.metadata.name.clone()).collect()
+            objects
+                .services
+                .iter()
+                .flat_map(Services::iter)
+                .filter_map(|service| service.metadata.name.clone())
+                .collect()
         };
         let service = |name: &str, address: &str| {
             json!({"metadata": {"namespace": "shop", "name": name, "uid": "u"},

@@ -11,8 +11,9 @@ use tonic::{Request, Response, Status};
 use tracing::field::Empty;
 use tracing::{Instrument, trace_span};
 
-use super::{MAX_MESSAGE, Runtime};
+use super::MAX_MESSAGE;
 use crate::channel::Socket;
+use crate::door::Door;
 use crate::error::{Error, Failure};
 use crate::operation::Operation;
 use beelet_proto::cri::image_service_client::ImageServiceClient;
@@ -20,11 +21,18 @@ use beelet_proto::cri::runtime_service_client::RuntimeServiceClient;
 
 /// A call before it is sent: the fields that all calls share.
 pub(crate) struct Call<'a> {
-    pub(crate) door: &'a Runtime,
+    pub(crate) door: &'a Door,
     pub(crate) operation: Operation,
     pub(crate) subject: String,
     /// None: the runtime decides when the call ends.
     pub(crate) deadline: Option<Duration>,
+}
+
+impl Door {
+    /// Returns a call with the usual deadline.
+    pub(super) fn call(&self, operation: Operation, subject: String) -> Call<'_> {
+        Call { door: self, operation, subject, deadline: Some(self.request_timeout) }
+    }
 }
 
 impl Call<'_> {

@@ -23,10 +23,10 @@ impl Runtime {
     /// The call fails with an [`Error`], of [`super::Kind::Unimplemented`] if the runtime lacks the stream.
     /// Some runtimes (containerd 1.6) return that error only when the first event is awaited.
     pub async fn container_events(&self) -> Result<ContainerEvents, Error> {
-        let mut client = RuntimeServiceClient::new(self.runtime.channel())
+        let mut client = RuntimeServiceClient::new(self.door.runtime.channel())
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE);
-        let socket = self.runtime.path.display().to_string();
+        let socket = self.door.runtime.path.display().to_string();
         // The call has no deadline: the head of the answer may come only with the first event.
         match client.get_container_events(cri::GetEventsRequest {}).await {
             Ok(response) => Ok(ContainerEvents { stream: response.into_inner(), socket }),

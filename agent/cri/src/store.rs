@@ -22,7 +22,8 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::call::within;
 use super::error::Failure;
-use super::{Error, Kind, MAX_MESSAGE, Operation, Runtime, image_subject};
+use super::subject::image_subject;
+use super::{Error, Kind, MAX_MESSAGE, Operation, Runtime};
 
 /// The namespace of containerd that its CRI uses.
 const NAMESPACE: &str = "k8s.io";
@@ -39,7 +40,11 @@ const QUEUE: usize = 2;
 
 /// The store of a containerd. Clones share the connection.
 #[derive(Clone, Debug)]
-pub struct Store {
+pub struct Store(Connection);
+
+/// The connection of one import or export.
+#[derive(Clone, Debug)]
+struct Connection {
     channel: Channel,
     endpoint: String,
     timeout: Duration,
@@ -92,13 +97,13 @@ impl Runtime {
                 ),
             });
         }
-        Ok(Store {
-            channel: self.images.channel(),
-            endpoint: self.images.path.display().to_string(),
-            timeout: self.request_timeout,
+        Ok(Store(Connection {
+            channel: self.door.images.channel(),
+            endpoint: self.door.images.path.display().to_string(),
+            timeout: self.door.request_timeout,
             operation,
             subject: image_subject(what),
-        })
+        }))
     }
 }
 
@@ -110,12 +115,13 @@ impl Store {
     /// The call fails with an [`Error`].
     pub async fn lease(&self, id: &str, ends: &str) -> Result<Lease, Error> {
         let labels = HashMap::from([(LEASE_ENDS.to_owned(), ends.to_owned())]);
-        let request = self.request(leases::CreateRequest { id: id.to_owned(), labels });
-        let mut client = LeasesClient::new(self.channel.clone());
-        let made = self.within(client.create(request)).await?;
+        let request = self.0.request(leases::CreateRequest { id: id.to_owned(), labels });
+        let mut client = LeasesClient::new(self.0.channel.clone());
+        let made = self.0.within(client.create(request)).await?;
         let id = made.lease.unwrap_or_default().id;
-        let id =
-            id.parse().map_err(|_| self.error(Failure::Answer(Status::internal("its lease has no name"))))?;
+        let id = id
+            .parse()
+            .map_err(|_| self.0.error(Failure::Answer(Status::internal("its lease has no name"))))?;
         Ok(Lease(id))
     }
 
@@ -125,9 +131,9 @@ impl Store {
     /// The call fails with an [`Error`].
     pub async fn release(&self, lease: Lease) -> Result<(), Error> {
         let id = lease.0.to_str().unwrap_or_default().to_owned();
-        let request = self.request(leases::DeleteRequest { id, sync: false });
-        let mut client = LeasesClient::new(self.channel.clone());
-        self.within(client.delete(request)).await
+        let request = self.0.request(leases::DeleteRequest { id, sync: false });
+        let mut client = LeasesClient::new(self.0.channel.clone());
+        self.0.within(client.delete(request)).await
     }
 
     /// Returns the length of a blob in bytes; None if the store lacks it.
@@ -135,8 +141,8 @@ impl Store {
     /// # Errors
     /// The call fails with an [`Error`].
     pub async fn size(&self, digest: &str) -> Result<Option<u64>, Error> {
-        let request = self.request(content::InfoRequest { digest: digest.to_owned() });
-        let answer = self.within(self.content().info(request)).await;
+        let request = self.0.request(content::InfoRequest { digest: digest.to_owned() });
+        let answer = self.0.within(self.content().info(request)).await;
         found(answer.map(|info| u64::try_from(info.info.unwrap_or_default().size).unwrap_or_default()))
     }
 
@@ -150,7 +156,7 @@ impl Store {
         while let Some(piece) = self.next(&mut pieces).await? {
             if blob.len().saturating_add(piece.len()) > most {
                 let status = Status::out_of_range(format!("{digest} is larger than {most} bytes"));
-                return Err(self.error(Failure::Answer(status)));
+                return Err(self.0.error(Failure::Answer(status)));
             }
             blob.extend(piece);
         }
@@ -163,8 +169,8 @@ impl Store {
     /// The call fails with an [`Error`].
     pub async fn pieces(&self, digest: &str) -> Result<Streaming<content::ReadContentResponse>, Error> {
         let request = content::ReadContentRequest { digest: digest.to_owned(), offset: 0, size: 0 };
-        let request = self.request(request);
-        self.within(self.content().read(request)).await
+        let request = self.0.request(request);
+        self.0.within(self.content().read(request)).await
     }
 
     /// Returns the next piece of a blob; None at its end.
@@ -175,7 +181,7 @@ impl Store {
         &self,
         pieces: &mut Streaming<content::ReadContentResponse>,
     ) -> Result<Option<Vec<u8>>, Error> {
-        let piece = self.answer(pieces.message()).await?;
+        let piece = self.0.answer(pieces.message()).await?;
         Ok(piece.map(|piece| piece.data))
     }
 
@@ -200,10 +206,10 @@ impl Store {
         };
         let written = i64::try_from(begin.data.len()).unwrap_or(i64::MAX);
         let _ = requests.try_send(begin);
-        let request = self.leased(ReceiverStream::new(receiver), lease);
-        let began = self.within(self.content().write(request)).await;
+        let request = self.0.leased(ReceiverStream::new(receiver), lease);
+        let began = self.0.within(self.content().write(request)).await;
         let Some(mut answers) = exists(began)? else { return Ok(None) };
-        let answer = self.answer(answers.message()).await;
+        let answer = self.0.answer(answers.message()).await;
         let Some(_) = exists(answer)? else { return Ok(None) };
         Ok(Some(Writer { store: self.clone(), requests, answers, written }))
     }
@@ -218,8 +224,8 @@ impl Store {
         let paths = labels.keys().map(|label| format!("labels.{label}")).collect();
         let info = content::Info { digest: digest.to_owned(), labels, ..Default::default() };
         let request = content::UpdateRequest { info: Some(info), update_mask: Some(FieldMask { paths }) };
-        let request = self.request(request);
-        self.within(self.content().update(request)).await.map(drop)
+        let request = self.0.request(request);
+        self.0.within(self.content().update(request)).await.map(drop)
     }
 
     /// Returns the descriptor of the image with this name; None if the store lacks the image.
@@ -227,8 +233,8 @@ impl Store {
     /// # Errors
     /// The call fails with an [`Error`].
     pub async fn image(&self, name: &str) -> Result<Option<Descriptor>, Error> {
-        let request = self.request(images::GetImageRequest { name: name.to_owned() });
-        let answer = found(self.within(self.images().get(request)).await)?;
+        let request = self.0.request(images::GetImageRequest { name: name.to_owned() });
+        let answer = found(self.0.within(self.images().get(request)).await)?;
         Ok(answer.and_then(|answer| answer.image?.target))
     }
 
@@ -243,25 +249,27 @@ impl Store {
         let image =
             images::Image { name: name.to_owned(), target: Some(target), labels, ..Default::default() };
         let request = images::CreateImageRequest { image: Some(image.clone()), source_date_epoch: None };
-        let made = self.within(self.images().create(self.request(request))).await;
+        let made = self.0.within(self.images().create(self.0.request(request))).await;
         if exists(made)?.is_some() {
             return Ok(());
         }
         let request =
             images::UpdateImageRequest { image: Some(image), update_mask: None, source_date_epoch: None };
-        self.within(self.images().update(self.request(request))).await.map(drop)
+        self.0.within(self.images().update(self.0.request(request))).await.map(drop)
     }
 
     fn content(&self) -> ContentClient<Channel> {
-        ContentClient::new(self.channel.clone())
+        ContentClient::new(self.0.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE)
     }
 
     fn images(&self) -> ImagesClient<Channel> {
-        ImagesClient::new(self.channel.clone())
+        ImagesClient::new(self.0.channel.clone())
     }
+}
 
+impl Connection {
     fn request<Q>(&self, message: Q) -> Request<Q> {
         let mut request = Request::new(message);
         request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(NAMESPACE));
@@ -332,9 +340,9 @@ impl Writer {
     ) -> Result<content::WriteContentResponse, Error> {
         // If the receiver has ended, the answer contains the reason.
         let _ = self.requests.send(request).await;
-        let answer = self.store.answer(self.answers.message()).await?;
+        let answer = self.store.0.answer(self.answers.message()).await?;
         answer.ok_or_else(|| {
-            self.store.error(Failure::Broken("containerd ended the writing of a blob".to_owned()))
+            self.store.0.error(Failure::Broken("containerd ended the writing of a blob".to_owned()))
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::Arc};
 
-use beelet_model::plugins::{PluginHandler, Registering};
+use beelet_model::plugins::{PluginHandler, Registering, RegistrationRefusal};
 use beelet_policy::volumes::csi as policy;
 use tracing::info;
 
@@ -13,7 +13,9 @@ pub const KIND: &str = "CSIPlugin";
 
 impl PluginHandler for Csi {
     fn register<'a>(&'a self, name: &'a str, versions: &'a [String], socket: &'a Path) -> Registering<'a> {
-        Box::pin(register_driver(self, name, versions, socket))
+        Box::pin(
+            async move { register_driver(self, name, versions, socket).await.map_err(RegistrationRefusal) },
+        )
     }
 
     /// Removes a driver, unless another driver has replaced it.

@@ -15,7 +15,7 @@ use std::{
 
 use beelet_policy::devices::{
     AllocateError, ContainerRequest,
-    admission::{self, Admission, AdmissionError, Aligner, Next, contended},
+    admission::{self, Admission, Aligner, Next, contended},
     container_requests,
     registration::is_extended_resource_name,
 };
@@ -27,22 +27,19 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tracing::{debug, error, info, warn};
+use tracing::{debug, error, info};
 
 use super::{
     Active,
     checkpoint::Written,
-    ledger::{Ledger, Shared, Waiting},
+    ledger::{Ledger, Shared},
     plugin,
+    refusals::{AdmitError, DeviceRefusal, Refusals, UNEXPECTED},
     turns::{Resources, Turns},
 };
-use beelet_model::{failure::Refusal, origin::Origin, request::Request, table::PodName};
-use beelet_state::events::{Object, Recorder};
+use beelet_model::{request::Request, table::PodName};
+use beelet_state::events::Recorder;
 
-/// Reason of the kubelet for a pod that cannot have its devices.
-const UNEXPECTED: &str = "UnexpectedAdmissionError";
-/// Maximum number of refused pods remembered for a retry. Further ones wait for a change of their manifest.
-const MAX_REFUSED: usize = 1024;
 /// Maximum number of queued pods. Further requests are not received until one leaves the queue.
 const MAX_QUEUED: usize = 1024;
 /// Delay before a pod may retry after a failed checkpoint write.
@@ -57,23 +54,6 @@ pub struct Circumstances {
     pub ended: BTreeSet<String>,
     /// The pod had devices before (it had a sandbox once), so it waits where a new pod would be refused.
     pub restarting: bool,
-}
-
-/// Refusal to let a pod start.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DeviceRefusal {
-    /// Not at present: ask again when the node's devices change, or at `until`.
-    Wait {
-        /// The missing plugin or devices.
-        message: String,
-        /// Time at which to ask again at the latest.
-        until: Instant,
-    },
-    /// The pods' manager was asked to end the pod.
-    Failed {
-        /// Cause.
-        message: String,
-    },
 }
 
 /// Request of a pod.
@@ -116,18 +96,6 @@ pub(super) async fn ask(
     answered.await.unwrap_or_else(|_| Err(ending()))
 }
 
-/// Failure of an admission.
-enum AdmitError {
-    /// The ledger refused.
-    Refused(AdmissionError),
-    /// The plugin refused.
-    Plugin(String),
-    /// The plugin disconnected during a call.
-    Lost(String),
-    /// The requester no longer waits.
-    Unasked,
-}
-
 /// Task that schedules admissions, with the data that each admission shares.
 #[derive(Debug)]
 pub(super) struct Admitter {
@@ -140,8 +108,7 @@ struct Desk {
     shared: Arc<Shared>,
     written: watch::Receiver<Written>,
     active: watch::Receiver<Active>,
-    requests: mpsc::Sender<Request>,
-    events: Recorder,
+    refusals: Refusals,
 }
 
 impl Admitter {
@@ -153,7 +120,8 @@ impl Admitter {
         requests: mpsc::Sender<Request>,
         events: Recorder,
     ) -> Self {
-        Self { desk: Arc::new(Desk { shared, written, active, requests, events }), asked }
+        let refusals = Refusals { shared: Arc::clone(&shared), requests, events };
+        Self { desk: Arc::new(Desk { shared, written, active, refusals }), asked }
     }
 
     /// Runs until `shutdown`; admissions under way then stop as after kill -9.
@@ -234,7 +202,8 @@ impl Desk {
     async fn let_refused_try_again(&self) {
         let ready: Vec<String> = self.shared.with_ledger(|ledger| {
             let enough = |(_, (resource, count)): &(&String, &(String, usize))| {
-                ledger.devices.options(resource).is_some() && ledger.devices.free(resource) >= *count
+                ledger.devices.inventory.options(resource).is_some()
+                    && ledger.devices.free(resource) >= *count
             };
             let ready: Vec<String> =
                 ledger.refused.iter().filter(enough).map(|(uid, _)| uid.clone()).collect();
@@ -243,7 +212,7 @@ impl Desk {
         });
         for uid in ready {
             info!(uid, "enough devices may be free now; retrying a refused pod");
-            if self.requests.send(Request::Retry { uid }).await.is_err() {
+            if self.refusals.requests.send(Request::Retry { uid }).await.is_err() {
                 return;
             }
         }
@@ -259,10 +228,12 @@ impl Desk {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let wishes = match container_requests(pod) {
             Ok(wishes) => wishes,
-            Err(error) => return Err(self.fail(pod, &uid, UNEXPECTED, error.to_string(), None).await),
+            Err(error) => {
+                return Err(self.refusals.fail(pod, &uid, UNEXPECTED, error.to_string(), None).await);
+            }
         };
         if let Some(missing) = self.awaited_plugin(&uid, &wishes, &circumstances) {
-            return Err(self.wait(pod, &uid, missing));
+            return Err(self.refusals.wait(pod, &uid, missing));
         }
         let restarting = circumstances.restarting;
         match self.allocate(&uid, wishes, (circumstances, aligner), answer).await {
@@ -275,7 +246,7 @@ impl Desk {
                 debug!(pod = %name, "allocated a pod's devices");
                 Ok(())
             }
-            Err(trouble) => Err(self.refuse(pod, &uid, trouble, restarting).await),
+            Err(trouble) => Err(self.refusals.refuse(pod, &uid, trouble, restarting).await),
         }
     }
 
@@ -293,7 +264,7 @@ impl Desk {
             .filter(|wish| !now.running.contains(wish.container) && !now.ended.contains(wish.container));
         let limits = needed.flat_map(|wish| &wish.limits).filter(|(_, count)| *count > 0);
         self.shared.with_ledger(|ledger| {
-            let overdue = ledger.waiting.get(uid).is_some_and(|w| self.overdue(w));
+            let overdue = ledger.waiting.get(uid).is_some_and(|w| self.refusals.overdue(w));
             let missing = |resource: &str| {
                 is_extended_resource_name(resource)
                     && !ledger.devices.knows(resource)
@@ -302,10 +273,6 @@ impl Desk {
             let (resource, _) = limits.into_iter().find(|(resource, _)| missing(resource))?;
             Some(format!("waiting for the device plugin of {resource}, which has not registered yet"))
         })
-    }
-
-    fn overdue(&self, waiting: &Waiting) -> bool {
-        self.shared.now().saturating_sub(waiting.since) >= self.shared.settings.plugin_wait
     }
 
     /// Runs the admission against ledger and plugins. Stops when the requester no longer waits.
@@ -408,94 +375,6 @@ impl Desk {
             Ok(written) => written.trouble().map_or(Ok(()), Err),
             Err(_) => Err("the agent is stopping".to_owned()),
         }
-    }
-
-    async fn refuse(
-        &self,
-        pod: &core::Pod,
-        uid: &str,
-        trouble: AdmitError,
-        restarting: bool,
-    ) -> DeviceRefusal {
-        let (message, reason, may_pass, lack) = match trouble {
-            AdmitError::Refused(AdmissionError::Aligned(refusal)) => {
-                return self.fail(pod, uid, refusal.reason.as_str(), refusal.message, None).await;
-            }
-            // Nothing but the aligner aligns.
-            AdmitError::Refused(AdmissionError::Topology(error)) => {
-                (error.to_string(), UNEXPECTED, false, None)
-            }
-            AdmitError::Refused(AdmissionError::Allocate(error)) => {
-                let lack = match &error {
-                    AllocateError::TooFew { resource, requested, .. } => Some((resource.clone(), *requested)),
-                    AllocateError::Changed { .. } => None,
-                    other => Some((other.resource().to_owned(), 1)),
-                };
-                let too_few = matches!(error, AllocateError::TooFew { .. });
-                (error.to_string(), UNEXPECTED, error.may_pass() || (restarting && too_few), lack)
-            }
-            AdmitError::Lost(message) => (message, UNEXPECTED, true, None),
-            AdmitError::Plugin(message) => (message, UNEXPECTED, false, None),
-            AdmitError::Unasked => {
-                debug!(pod = %PodName::of(pod), "the pod was deleted before its devices were allocated");
-                let message = "the pod no longer waits".to_owned();
-                return DeviceRefusal::Wait { message, until: Instant::now() };
-            }
-        };
-        let overdue = self.shared.with_ledger(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
-        if may_pass && !overdue {
-            return self.wait(pod, uid, message);
-        }
-        let message = format!("Allocate failed due to {message}, which is unexpected");
-        self.fail(pod, uid, reason, message, lack).await
-    }
-
-    fn wait(&self, pod: &core::Pod, uid: &str, message: String) -> DeviceRefusal {
-        let (now, name) = (self.shared.now(), PodName::of(pod));
-        let (since, first) = self.shared.with_ledger(|ledger| {
-            let first = !ledger.waiting.contains_key(uid);
-            let new = || Waiting { since: now, pod: name.to_string(), message: String::new() };
-            let waiting = ledger.waiting.entry(uid.to_owned()).or_insert_with(new);
-            waiting.message.clone_from(&message);
-            self.shared.metrics.waiting.set(i64::try_from(ledger.waiting.len()).unwrap_or(i64::MAX));
-            (ledger.waiting.get(uid).map_or(now, |waiting| waiting.since), first)
-        });
-        if first {
-            warn!(pod = %name, "the pod waits for its devices: {message}");
-            self.events.warning(Object::pod(pod), "WaitingForDevices", message.clone());
-        }
-        DeviceRefusal::Wait {
-            message,
-            until: self.shared.at(since.saturating_add(self.shared.settings.plugin_wait)),
-        }
-    }
-
-    async fn fail(
-        &self,
-        pod: &core::Pod,
-        uid: &str,
-        reason: &str,
-        message: String,
-        lack: Option<(String, usize)>,
-    ) -> DeviceRefusal {
-        warn!(pod = %PodName::of(pod), reason, "cannot allocate the pod's devices: {message}");
-        // In a cluster a controller creates a replacement.
-        let lack = lack.filter(|_| !Origin::of(pod).is_api());
-        self.shared.with_ledger(|ledger| {
-            ledger.waiting.remove(uid);
-            if let Some(lack) = lack.filter(|_| ledger.refused.len() < MAX_REFUSED) {
-                ledger.refused.insert(uid.to_owned(), lack);
-            }
-        });
-        let request = Request::Refuse {
-            uid: uid.to_owned(),
-            reason: reason.to_owned(),
-            message: message.clone(),
-            refusal: Refusal::Other,
-        };
-        // Sending fails only if the agent is stopping, when the request is pointless.
-        let _ = self.requests.send(request).await;
-        DeviceRefusal::Failed { message }
     }
 }
 

@@ -93,7 +93,7 @@ pub(super) fn load(
     for claim in dropped {
         warn!("dropping a container's claim to a device: {claim}");
     }
-    let pods = devices.pods().count();
+    let pods = devices.holders.pods().count();
     if found.is_some() {
         let message = format!("restored the devices of {pods} pods from the annotations of their containers");
         report("DeviceCheckpointRebuilt", message);

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use beelet_model::plugins::RegistrationRefusal;
 use beelet_policy::devices::registration::RegistrationError;
 use tonic::Status;
 
@@ -58,8 +59,8 @@ pub enum Error {
     #[error(transparent)]
     Dial(#[from] beelet_serve::client::DialError),
     /// The handler of another kind of plugin refused the plugin.
-    #[error("{0}")]
-    Refused(String),
+    #[error(transparent)]
+    Refused(#[from] RegistrationRefusal),
     /// The plugin did not return its options.
     #[error("failed to get device plugin options: {}", in_words(.0))]
     Options(Box<Status>),

@@ -65,7 +65,9 @@ impl Ledger {
         // An active set published after the request already accounts for the pod.
         self.entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
         let entering = &self.entering;
-        self.devices.free_inactive(|pod| pod == asking || entering.contains_key(pod) || active.contains(pod))
+        self.devices
+            .holders
+            .free_inactive(|pod| pod == asking || entering.contains_key(pod) || active.contains(pod))
     }
 }
 
@@ -129,7 +131,7 @@ impl Shared {
 
     fn publish(&self, ledger: &mut Ledger) {
         let now = self.now();
-        let capacity = ledger.devices.capacity_meanwhile(now);
+        let capacity = ledger.devices.inventory.capacity_meanwhile(now);
         ledger.removed.retain(|resource| !capacity.capacity.contains_key(resource));
         ledger.removed.extend(capacity.removed);
         ledger.changes += 1;
@@ -170,7 +172,7 @@ impl Shared {
             if let Some(before) = ledger.plugins.insert(resource.to_owned(), registered) {
                 before.superseded.cancel();
             }
-            ledger.devices.register(resource, options);
+            ledger.devices.inventory.register(resource, options);
             self.metrics.registered(resource);
             Ok((generation, superseded))
         })
@@ -179,11 +181,11 @@ impl Shared {
     /// Updates a plugin's devices. Returns false if another plugin has replaced it.
     pub(super) fn listed(&self, resource: &str, generation: u64, devices: Vec<Device>) -> bool {
         self.if_current(resource, generation, |ledger, options| {
-            if ledger.devices.options(resource).is_none() {
+            if ledger.devices.inventory.options(resource).is_none() {
                 // The plugin was away for a moment.
-                ledger.devices.register(resource, options);
+                ledger.devices.inventory.register(resource, options);
             }
-            ledger.devices.list(resource, devices);
+            ledger.devices.inventory.list(resource, devices);
             ledger.health += 1;
         })
     }
@@ -192,8 +194,8 @@ impl Shared {
     pub(super) fn stopped(&self, resource: &str, generation: u64) -> bool {
         let now = self.now();
         self.if_current(resource, generation, |ledger, _| {
-            if ledger.devices.gone_since(resource).is_none() {
-                ledger.devices.stopped(resource, now);
+            if ledger.devices.inventory.gone_since(resource).is_none() {
+                ledger.devices.inventory.stopped(resource, now);
                 ledger.health += 1;
             }
         })
@@ -220,7 +222,7 @@ impl Shared {
                 && let Some(registered) = ledger.plugins.remove(resource)
             {
                 registered.superseded.cancel();
-                ledger.devices.stopped(resource, now);
+                ledger.devices.inventory.stopped(resource, now);
                 ledger.health += 1;
             }
         });
@@ -240,15 +242,6 @@ impl Shared {
         self.changed(&mut ledger);
         true
     }
-
-    /// Returns the time at which the next resource with an absent plugin expires.
-    fn next_expiry(&self) -> Option<Instant> {
-        self.with_ledger(|ledger| {
-            let resources: Vec<String> = ledger.devices.resources().map(str::to_owned).collect();
-            let gone = resources.iter().filter_map(|resource| ledger.devices.gone_since(resource));
-            gone.map(|at| self.at(at + ENDPOINT_GRACE + Duration::from_millis(1))).min()
-        })
-    }
 }
 
 /// Removes resources whose plugin has been away for too long.
@@ -256,7 +249,7 @@ pub(super) async fn expire(shared: Arc<Shared>, shutdown: CancellationToken) {
     let mut changed = shared.node.subscribe();
     loop {
         changed.borrow_and_update();
-        let next = shared.next_expiry();
+        let next = next_expiry(&shared);
         let expiry = async {
             match next {
                 Some(at) => tokio::time::sleep_until(at).await,
@@ -269,4 +262,13 @@ pub(super) async fn expire(shared: Arc<Shared>, shutdown: CancellationToken) {
             () = expiry => shared.change(|_| ()),
         }
     }
+}
+
+/// Returns the time at which the next resource with an absent plugin expires.
+fn next_expiry(shared: &Shared) -> Option<Instant> {
+    shared.with_ledger(|ledger| {
+        let resources: Vec<String> = ledger.devices.inventory.resources().map(str::to_owned).collect();
+        let gone = resources.iter().filter_map(|resource| ledger.devices.inventory.gone_since(resource));
+        gone.map(|at| shared.at(at + ENDPOINT_GRACE + Duration::from_millis(1))).min()
+    })
 }

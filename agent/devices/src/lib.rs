@@ -22,6 +22,7 @@ mod ledger;
 mod metrics;
 pub mod options;
 pub mod plugin;
+mod refusals;
 mod register;
 mod registry;
 mod turns;
@@ -44,13 +45,14 @@ use tokio_util::sync::CancellationToken;
 
 use self::{admit::Admitter, ledger::Shared};
 pub use self::{
-    admit::{Circumstances, DeviceRefusal},
+    admit::Circumstances,
     annotation::remnants,
     checkpoint::{Store, StoreError},
     error::Error,
     metrics::Metrics,
     options::{ContainerOptions, cdi_by_annotation},
-    view::{DeviceView, Holder, ResourceView, WaitingView},
+    refusals::DeviceRefusal,
+    view::{DeviceView, Holder, ResourceView, View, WaitingView},
 };
 use beelet_config::defaults::PLUGIN_WAIT;
 use beelet_model::{plugins::PluginHandler, request::Request};
@@ -214,7 +216,7 @@ impl Devices {
     /// Releases the devices of a permanently terminated container, except those that another container of the
     /// pod holds.
     pub fn release(&self, pod_uid: &str, container: &str) {
-        self.shared.change(|ledger| ledger.devices.release(pod_uid, container));
+        self.shared.change(|ledger| ledger.devices.holders.release(pod_uid, container));
     }
 
     /// Releases all devices of a removed pod.
@@ -222,14 +224,14 @@ impl Devices {
         self.shared.change(|ledger| {
             ledger.waiting.remove(pod_uid);
             ledger.entering.remove(pod_uid);
-            ledger.devices.forget(pod_uid);
+            ledger.devices.holders.forget(pod_uid);
         });
     }
 
     /// Returns the UIDs of the pods that hold devices.
     #[must_use]
     pub fn holders(&self) -> Vec<String> {
-        self.shared.with_ledger(|ledger| ledger.devices.pods().map(str::to_owned).collect())
+        self.shared.with_ledger(|ledger| ledger.devices.holders.pods().map(str::to_owned).collect())
     }
 
     /// Returns true if a pod holds all devices that it requests, not counting `ended` init containers.
@@ -238,7 +240,7 @@ impl Devices {
         let Ok(wishes) = container_requests(pod) else { return false };
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         self.shared.with_ledger(|ledger| {
-            let held = ledger.devices.held(uid);
+            let held = ledger.devices.holders.held(uid);
             let has = |container: &str, resource: &str| {
                 held.is_some_and(|pod| pod.get(container).is_some_and(|held| held.contains_key(resource)))
             };
@@ -255,7 +257,8 @@ impl Devices {
     /// Returns true if a container holds devices.
     #[must_use]
     pub fn holds(&self, pod_uid: &str, container: &str) -> bool {
-        self.shared.with_ledger(|l| l.devices.held(pod_uid).is_some_and(|pod| pod.contains_key(container)))
+        self.shared
+            .with_ledger(|l| l.devices.holders.held(pod_uid).is_some_and(|pod| pod.contains_key(container)))
     }
 }
 

@@ -35,8 +35,9 @@ pub(super) async fn of_container(
     pod_uid: &str,
     container: &str,
 ) -> Result<ContainerOptions, Error> {
-    let held =
-        shared.with_ledger(|ledger| ledger.devices.held(pod_uid).and_then(|pod| pod.get(container)).cloned());
+    let held = shared.with_ledger(|ledger| {
+        ledger.devices.holders.held(pod_uid).and_then(|pod| pod.get(container)).cloned()
+    });
     let Some(held) = held else { return Ok(ContainerOptions::default()) };
     for (resource, held) in &held {
         let Some((plugin, options)) = shared.plugin(resource) else { continue };

@@ -366,8 +366,7 @@ impl Host {
         handler: Arc<dyn PluginHandler>,
     ) -> Result<Registered, Error> {
         let socket = self.service(path, &info).await?;
-        let registered = handler.register(&info.name, &info.supported_versions, &socket).await;
-        registered.map_err(Error::Refused)?;
+        handler.register(&info.name, &info.supported_versions, &socket).await?;
         Ok(Registered::Other { handler, name: info.name, socket })
     }
 

@@ -10,8 +10,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{UnixListener, UnixStream};
 use tonic::{Code, Status};
 
-use super::admit::DeviceRefusal;
 use super::plugin::Plugin;
+use super::refusals::DeviceRefusal;
 use super::*;
 use beelet_testing::http2::frame;
 
@@ -110,8 +110,8 @@ async fn clients_whose_authority_is_a_path_are_answered() {
 async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
     let dir = tempfile::tempdir().unwrap();
     let mut ledger = Ledger::default();
-    ledger.register("example.com/gpu", PluginOptions::default());
-    ledger.list("example.com/gpu", ["a", "b"].map(device));
+    ledger.inventory.register("example.com/gpu", PluginOptions::default());
+    ledger.inventory.list("example.com/gpu", ["a", "b"].map(device));
     let wanted = Wanted {
         pod_uid: "p",
         container: "main",
@@ -123,10 +123,10 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
     let file = Settings::new(dir.path().join("kubelet")).checkpoint();
     file.replace(&ledger.checkpoint().write().unwrap()).unwrap();
     let (devices, _tasks) = Devices::open(parts(dir.path()), || panic!("the checkpoint is good"));
-    let held = devices.held_by("p");
+    let held = devices.view().held_by("p");
     assert_eq!(held["main"]["example.com/gpu"], BTreeMap::from([("a".to_owned(), vec![1])]));
     assert_eq!(devices.node().borrow().capacity["example.com/gpu"], 2);
-    let view = &devices.resources()["example.com/gpu"];
+    let view = &devices.view().resources()["example.com/gpu"];
     assert!(!view.connected && view.devices["a"].unlisted && view.devices["a"].holders.len() == 1);
 }
 
@@ -151,8 +151,8 @@ async fn a_plugin_that_hangs_is_not_waited_for_any_longer_than_it_may_take() {
     let (plugin, _, _listener) = silent(dir.path()).await;
     let mut ledger = Ledger::default();
     let options = PluginOptions { get_preferred_allocation_available: true, ..PluginOptions::default() };
-    ledger.register("example.com/gpu", options);
-    ledger.list("example.com/gpu", [device("a")]);
+    ledger.inventory.register("example.com/gpu", options);
+    ledger.inventory.list("example.com/gpu", [device("a")]);
     let wanted = Wanted {
         pod_uid: "p",
         container: "main",

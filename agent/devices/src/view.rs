@@ -6,7 +6,7 @@ use std::sync::Arc;
 use beelet_policy::devices::{Health, HeldDevices};
 use k8s_openapi::api::core::v1 as core;
 
-use super::Devices;
+use super::{Devices, ledger::Shared};
 
 /// State of an extended resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,19 +54,31 @@ pub struct WaitingView {
     pub seconds: u64,
 }
 
+/// The ledger as others see it.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a>(&'a Shared);
+
 impl Devices {
+    /// Returns the view of the ledger.
+    #[must_use]
+    pub fn view(&self) -> View<'_> {
+        View(&self.shared)
+    }
+}
+
+impl View<'_> {
     /// Returns every resource with its devices and their holders. Takes milliseconds for 100,000 devices.
     #[must_use]
     pub fn resources(&self) -> BTreeMap<String, ResourceView> {
-        let now = self.shared.now();
-        self.shared.with_ledger(|ledger| {
+        let now = self.0.now();
+        self.0.with_ledger(|ledger| {
             let mut all: BTreeMap<String, ResourceView> = BTreeMap::new();
-            for resource in ledger.devices.resources() {
+            for resource in ledger.devices.inventory.resources() {
                 let view = all.entry(resource.to_owned()).or_default();
-                view.connected = ledger.devices.options(resource).is_some();
+                view.connected = ledger.devices.inventory.options(resource).is_some();
                 view.gone_seconds =
-                    ledger.devices.gone_since(resource).map(|at| now.saturating_sub(at).as_secs());
-                for device in ledger.devices.devices_of(resource) {
+                    ledger.devices.inventory.gone_since(resource).map(|at| now.saturating_sub(at).as_secs());
+                for device in ledger.devices.inventory.devices_of(resource) {
                     let healthy = device.health == Health::Healthy;
                     let of = DeviceView { healthy, numa_nodes: device.numa_nodes, ..DeviceView::default() };
                     view.devices.insert(device.id, of);
@@ -76,8 +88,8 @@ impl Devices {
                 all.entry(resource.clone()).or_default().socket =
                     Some(registered.socket.display().to_string());
             }
-            for pod_uid in ledger.devices.pods() {
-                for (container, held) in ledger.devices.held(pod_uid).into_iter().flatten() {
+            for pod_uid in ledger.devices.holders.pods() {
+                for (container, held) in ledger.devices.holders.held(pod_uid).into_iter().flatten() {
                     for (resource, held) in held {
                         let view = all.entry(resource.clone()).or_default();
                         for id in held.ids() {
@@ -95,8 +107,8 @@ impl Devices {
     /// Returns the waiting pods, sorted by name.
     #[must_use]
     pub fn waiting(&self) -> Vec<WaitingView> {
-        let now = self.shared.now();
-        let mut all: Vec<WaitingView> = self.shared.with_ledger(|ledger| {
+        let now = self.0.now();
+        let mut all: Vec<WaitingView> = self.0.with_ledger(|ledger| {
             let view = |waiting: &super::ledger::Waiting| WaitingView {
                 pod: waiting.pod.clone(),
                 message: waiting.message.clone(),
@@ -111,16 +123,16 @@ impl Devices {
     /// Returns the reason why no plugin can register, if so.
     #[must_use]
     pub fn trouble(&self) -> Option<String> {
-        self.shared.with_ledger(|ledger| ledger.trouble.clone())
+        self.0.with_ledger(|ledger| ledger.trouble.clone())
     }
 
     /// Returns the devices that each container of a pod holds: by container and resource, ids with their NUMA
     /// nodes.
     #[must_use]
     pub fn held_by(&self, pod_uid: &str) -> BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> {
-        self.shared.with_ledger(|ledger| {
+        self.0.with_ledger(|ledger| {
             let mut all: BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> = BTreeMap::new();
-            for (container, held) in ledger.devices.held(pod_uid).into_iter().flatten() {
+            for (container, held) in ledger.devices.holders.held(pod_uid).into_iter().flatten() {
                 for (resource, held) in held {
                     let ids = all.entry(container.clone()).or_default().entry(resource.clone()).or_default();
                     for (node, of_node) in &held.by_node {
@@ -138,8 +150,8 @@ impl Devices {
     /// Returns the healthy devices of each resource, with their NUMA nodes.
     #[must_use]
     pub fn allocatable(&self) -> BTreeMap<String, BTreeMap<String, Vec<i64>>> {
-        self.shared.with_ledger(|ledger| {
-            let all = ledger.devices.allocatable();
+        self.0.with_ledger(|ledger| {
+            let all = ledger.devices.inventory.allocatable();
             all.map(|(resource, devices)| {
                 let devices = devices.map(|(id, nodes)| (id.to_owned(), nodes.to_vec()));
                 (resource.to_owned(), devices.collect())
@@ -151,15 +163,15 @@ impl Devices {
     /// Adds the health of the pod's devices to its status (KEP-4680). A device without its plugin is
     /// `Unknown`.
     pub fn annotate(&self, pod_uid: &str, status: &mut core::PodStatus) {
-        self.shared.with_ledger(|ledger| {
-            let Some(pod) = ledger.devices.held(pod_uid) else { return };
+        self.0.with_ledger(|ledger| {
+            let Some(pod) = ledger.devices.holders.held(pod_uid) else { return };
             let inits = status.init_container_statuses.iter_mut().flatten();
             for container in inits.chain(status.container_statuses.iter_mut().flatten()) {
                 let Some(held) = pod.get(&container.name) else { continue };
                 let of_resource = |(resource, held): (&String, &Arc<HeldDevices>)| {
                     let health = |id: &str| {
-                        let there = ledger.devices.options(resource).is_some();
-                        match (there, ledger.devices.is_healthy(resource, id)) {
+                        let there = ledger.devices.inventory.options(resource).is_some();
+                        match (there, ledger.devices.inventory.is_healthy(resource, id)) {
                             (false, _) => "Unknown",
                             (true, true) => "Healthy",
                             (true, false) => "Unhealthy",

@@ -1,16 +1,19 @@
 //! Health of claims' devices, which drivers report on a stream (KEP-4680).
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, sync::Mutex, time::Duration};
 
 use beelet_policy::dra::{
     DeviceKey,
-    health::{Health, Report},
+    health::{Health, HealthBook, Report},
 };
 use beelet_proto::dra::health as wire;
 use beelet_units::moment::Moment;
 use futures::stream::{FuturesUnordered, StreamExt};
 use k8s_openapi::api::core::v1 as core;
-use tokio::time::sleep;
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep},
+};
 use tonic::{Code, Status, Streaming};
 use tracing::debug;
 
@@ -24,15 +27,39 @@ const RETRY_UNSUPPORTED: Duration = Duration::from_secs(60);
 /// Minimum time between two reports of a plugin: each may change the status of many pods.
 const BETWEEN: Duration = Duration::from_secs(1);
 
+/// Health of devices as reported by drivers.
+#[derive(Debug)]
+pub(crate) struct DeviceHealth {
+    /// Locked before the ledger of claims, if both are.
+    book: Mutex<HealthBook>,
+    /// Pods whose devices changed health and that have not been returned yet.
+    changed: Mutex<BTreeSet<String>>,
+    changes: Notify,
+    began: Instant,
+}
+
+impl Default for DeviceHealth {
+    fn default() -> Self {
+        let (book, changed) = (Mutex::default(), Mutex::default());
+        Self { book, changed, changes: Notify::new(), began: Instant::now() }
+    }
+}
+
+impl DeviceHealth {
+    fn now(&self) -> Moment {
+        Moment::after_start(self.began.elapsed())
+    }
+}
+
 impl Dra {
     /// Waits for a change of device health; returns the UIDs of pods that hold an affected device by a claim.
     pub async fn health_changed(&self) -> BTreeSet<String> {
         loop {
-            let pods = std::mem::take(&mut *lock(&self.0.changed_health));
+            let pods = std::mem::take(&mut *lock(&self.0.health.changed));
             if !pods.is_empty() {
                 return pods;
             }
-            self.0.health_changes.notified().await;
+            self.0.health.changes.notified().await;
         }
     }
 
@@ -48,27 +75,25 @@ impl Dra {
             let inits = status.init_container_statuses.iter_mut().flatten();
             let mut all = inits.chain(status.container_statuses.iter_mut().flatten());
             let Some(of) = all.find(|of| of.name == container.name) else { continue };
-            let health = lock(&self.0.health);
-            let devices = health.statuses(&lock(&self.0.ledger), pod, container, self.now());
+            let health = lock(&self.0.health.book);
+            let devices = health.statuses(&lock(&self.0.claims.ledger), pod, container, self.0.health.now());
             if !devices.is_empty() {
                 of.allocated_resources_status.get_or_insert_default().extend(devices);
             }
         }
     }
 
-    fn now(&self) -> Moment {
-        Moment::after_start(self.0.began.elapsed())
-    }
-
     /// Keeps a stream per plugin, from its registration until it is deregistered.
     pub(crate) async fn watch_health(&self) {
-        let mut registered = self.0.registered.subscribe();
+        let mut registered = self.0.drivers.registered.subscribe();
         let mut streams = FuturesUnordered::new();
         let mut newest = 0;
         loop {
             registered.mark_unchanged();
             let known = newest;
-            for plugin in lock(&self.0.plugins).values().flatten().filter(|plugin| plugin.number > known) {
+            for plugin in
+                lock(&self.0.drivers.plugins).values().flatten().filter(|plugin| plugin.number > known)
+            {
                 newest = newest.max(plugin.number);
                 streams.push(self.watch_plugin(plugin.clone()));
             }
@@ -102,8 +127,8 @@ impl Dra {
     async fn read(&self, plugin: &Plugin, mut stream: Streaming<wire::NodeWatchResourcesResponse>) -> Status {
         let driver = plugin.driver();
         loop {
-            let expiry = lock(&self.0.health).next_expiry(driver, plugin.number);
-            let expiry = expiry.map(|at| at.since(self.now()));
+            let expiry = lock(&self.0.health.book).next_expiry(driver, plugin.number);
+            let expiry = expiry.map(|at| at.since(self.0.health.now()));
             tokio::select! {
                 report = stream.message() => {
                     let devices = match report {
@@ -112,12 +137,12 @@ impl Dra {
                         Err(status) => return status,
                     };
                     let reports = devices.into_iter().map(read_report).collect();
-                    let changed = lock(&self.0.health).report(driver, plugin.number, reports, self.now());
+                    let changed = lock(&self.0.health.book).report(driver, plugin.number, reports, self.0.health.now());
                     self.publish(driver, &changed);
                     sleep(BETWEEN).await;
                 }
                 () = sleep(expiry.unwrap_or_default()), if expiry.is_some() => {
-                    let expired = lock(&self.0.health).expire(driver, plugin.number, self.now());
+                    let expired = lock(&self.0.health.book).expire(driver, plugin.number, self.0.health.now());
                     self.publish(driver, &expired);
                 }
             }
@@ -125,7 +150,7 @@ impl Dra {
     }
 
     fn forget(&self, plugin: &Plugin) {
-        let forgotten = lock(&self.0.health).forget(plugin.driver(), plugin.number);
+        let forgotten = lock(&self.0.health.book).forget(plugin.driver(), plugin.number);
         self.publish(plugin.driver(), &forgotten);
     }
 
@@ -134,10 +159,10 @@ impl Dra {
         if changed.is_empty() {
             return;
         }
-        let pods = lock(&self.0.ledger).pods_with(driver, changed);
+        let pods = lock(&self.0.claims.ledger).pods_with(driver, changed);
         if !pods.is_empty() {
-            lock(&self.0.changed_health).extend(pods);
-            self.0.health_changes.notify_one();
+            lock(&self.0.health.changed).extend(pods);
+            self.0.health.changes.notify_one();
         }
     }
 }

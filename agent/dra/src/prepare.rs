@@ -40,27 +40,27 @@ impl Dra {
         // Nothing is recorded before all claims are read: a pod whose driver was never here can be deleted.
         let claims = read(storage, pod).await?;
         for driver in claims.iter().flat_map(|(_, info)| info.drivers.keys()) {
-            self.plugin(driver)?;
+            self.0.drivers.plugin(driver)?;
         }
         let keys: BTreeSet<ClaimKey> = claims.iter().map(|(key, _)| key.clone()).collect();
-        let _held = self.hold(&keys).await;
+        let _held = self.0.claims.hold(&keys).await;
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        self.change(|ledger| ledger.enter(uid, &claims))?;
-        self.save().await?;
-        let batches = lock(&self.0.ledger).unprepared(&keys);
+        self.0.claims.change(|ledger| ledger.enter(uid, &claims))?;
+        self.0.claims.save().await?;
+        let batches = lock(&self.0.claims.ledger).unprepared(&keys);
         if batches.is_empty() {
             return Ok(());
         }
         let asked = batches.into_iter().map(|(driver, batch)| self.prepare_by(driver, batch));
         join_all(asked).await.into_iter().collect::<Result<(), Error>>()?;
-        self.change(|ledger| ledger.set_prepared(&keys));
-        self.save().await
+        self.0.claims.change(|ledger| ledger.set_prepared(&keys));
+        self.0.claims.save().await
     }
 
     async fn prepare_by(&self, driver: String, batch: Batch) -> Result<(), Error> {
-        let answer = self.plugin(&driver)?.prepare(on_wire(&batch)).await?;
+        let answer = self.0.drivers.plugin(&driver)?.prepare(on_wire(&batch)).await?;
         for (key, devices) in prepared(&batch, answer)? {
-            self.change(|ledger| ledger.set_devices(key, &driver, devices));
+            self.0.claims.change(|ledger| ledger.set_devices(key, &driver, devices));
         }
         Ok(())
     }
@@ -72,14 +72,14 @@ impl Dra {
     /// A driver failed or is missing: its claims stay recorded. Or the record cannot be written:
     /// [`Self::has`] stays true until it is.
     pub async fn unprepare(&self, uid: &str, table: &PodTable) -> Result<(), Error> {
-        let keys: BTreeSet<ClaimKey> = lock(&self.0.ledger).of_pod(uid).into_iter().collect();
+        let keys: BTreeSet<ClaimKey> = lock(&self.0.claims.ledger).of_pod(uid).into_iter().collect();
         if keys.is_empty() {
             // All claims are unprepared, but the record on disk may still list them for the pod.
-            return if lock(&self.0.unsaved).has(uid) { self.save().await } else { Ok(()) };
+            return if lock(&self.0.claims.unsaved).has(uid) { self.0.claims.save().await } else { Ok(()) };
         }
         let began = Instant::now();
-        let _held = self.hold(&keys).await;
-        if self.0.lost {
+        let _held = self.0.claims.hold(&keys).await;
+        if self.0.claims.lost {
             self.find_users(uid, &keys, table);
         }
         let unprepared = self.unprepare_all(uid).await;
@@ -95,7 +95,7 @@ impl Dra {
             .filter_map(|entry| Some((&entry.pod, entry.pod.metadata.uid.as_deref()?)))
             .filter(|(_, other)| *other != uid)
             .collect();
-        self.change(|ledger| {
+        self.0.claims.change(|ledger| {
             for key in keys {
                 let users = others.iter().filter(|(pod, _)| policy::runs_with(pod, key));
                 ledger.share(key, users.map(|(_, other)| (*other).to_owned()));
@@ -104,7 +104,7 @@ impl Dra {
     }
 
     async fn unprepare_all(&self, uid: &str) -> Result<(), Error> {
-        let Unprepared { last, shared } = lock(&self.0.ledger).leaving(uid);
+        let Unprepared { last, shared } = lock(&self.0.claims.ledger).leaving(uid);
         let mut batches: BTreeMap<&str, Batch> = BTreeMap::new();
         for (key, claim, drivers) in &last {
             for driver in drivers {
@@ -122,18 +122,18 @@ impl Dra {
                 failure.get_or_insert(error);
             }
         }
-        self.change(|ledger| {
+        self.0.claims.change(|ledger| {
             let done = last.iter().map(|(key, _, _)| key).filter(|key| !kept.contains(*key));
             // Added before it leaves the ledger, so that it is always in one of the two.
-            lock(&self.0.unsaved).add(uid);
+            lock(&self.0.claims.unsaved).add(uid);
             shared.iter().chain(done).for_each(|key| ledger.leave(uid, key));
         });
-        self.save().await?;
+        self.0.claims.save().await?;
         failure.map_or(Ok(()), Err)
     }
 
     async fn unprepare_by(&self, driver: &str, batch: &Batch) -> Result<(), Error> {
-        let answer = self.plugin(driver)?.unprepare(on_wire(batch)).await?;
+        let answer = self.0.drivers.plugin(driver)?.unprepare(on_wire(batch)).await?;
         unprepared(batch, answer)
     }
 
@@ -147,7 +147,7 @@ impl Dra {
         pod: &core::Pod,
         container: &core::Container,
     ) -> Result<Vec<String>, Error> {
-        let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container);
+        let known = || policy::cdi_devices(&lock(&self.0.claims.ledger), pod, container);
         if let Some(devices) = known()? {
             return Ok(devices);
         }

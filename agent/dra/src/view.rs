@@ -30,7 +30,7 @@ impl Dra {
     #[must_use]
     pub fn claims_of(&self, pod: &core::Pod, container: &core::Container) -> Vec<ClaimView> {
         let Ok(claims) = policy::of_container(pod, container) else { return Vec::new() };
-        let ledger = lock(&self.0.ledger);
+        let ledger = lock(&self.0.claims.ledger);
         let view = |key: policy::ClaimKey| {
             let drivers = ledger.get(&key)?.drivers.iter();
             let devices = drivers.flat_map(|(driver, devices)| {

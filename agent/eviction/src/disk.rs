@@ -86,7 +86,7 @@ impl Filesystems {
     pub fn follow(self, runtime: Runtime, layout: watch::Sender<DiskLayout>) -> Work {
         Box::pin(async move {
             loop {
-                let known = match runtime.image_fs_info().await {
+                let known = match runtime.images.fs_info().await {
                     Ok(answer) => {
                         let place = |path: Option<&str>| path.map(PathBuf::from);
                         let mut places = self.places();

@@ -18,7 +18,7 @@ use tracing::{debug, info, warn};
 use super::Metrics;
 use beelet_base::blocking::blocking;
 use beelet_bpf::{Edge, Edges, PressureKind};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, memory, notify};
 
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
@@ -119,13 +119,13 @@ fn open(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<(&'static str, Kind,
         Ok(fd) => opened.push((name, kind, fd)),
         Err(error) => debug!(%error, name, "not available here"),
     };
-    add("pressure stalls", Kind::Trigger, cgroups.pressure_trigger(PODS, STALL));
-    let is_v2 = cgroups.hierarchies().iter().all(|hierarchy| hierarchy.is_v2);
+    add("pressure stalls", Kind::Trigger, notify::pressure(cgroups, PODS, STALL));
+    let is_v2 = cgroups.paths.hierarchies().iter().all(|hierarchy| hierarchy.is_v2);
     if is_v2 {
-        add("memory.events", Kind::Events, cgroups.memory_events(PODS));
+        add("memory.events", Kind::Events, notify::memory_events(cgroups, PODS));
     } else {
         for bytes in usages(cgroups, thresholds) {
-            add("usage threshold", Kind::Counter, cgroups.usage_threshold(PODS, bytes));
+            add("usage threshold", Kind::Counter, notify::usage_threshold(cgroups, PODS, bytes));
         }
     }
     opened
@@ -134,7 +134,9 @@ fn open(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<(&'static str, Kind,
 /// Returns the usages at which each memory threshold of the pods would be crossed, if none of the usage were
 /// reclaimable.
 fn usages(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<u64> {
-    let Some(limit) = cgroups.memory_use(PODS).and_then(|memory| memory.limit) else { return Vec::new() };
+    let Some(limit) = memory::of(cgroups, PODS).and_then(|memory| memory.limit) else {
+        return Vec::new();
+    };
     let capacity = Quantity::from_units(i64::try_from(limit).unwrap_or(i64::MAX));
     let of_memory = thresholds.iter().filter(|t| t.signal.condition() == NodeCondition::MemoryPressure);
     of_memory

@@ -22,22 +22,21 @@
 
 mod decide;
 mod disk;
+mod disk_survey;
 pub mod edges;
 mod error;
 mod files;
 pub mod gauges;
+mod leaving;
 mod local_storage;
 mod looks;
 pub mod machine;
 mod metrics;
+mod reclaims;
 mod usage;
 mod walk;
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use beelet_base::work::Work;
 use beelet_policy::eviction::{
@@ -62,7 +61,9 @@ pub use self::{
     usage::PodUsages,
 };
 
-use self::{gauges::LatestReadings, looks::Looks, usage::Survey};
+use self::{
+    disk_survey::DiskSurvey, gauges::LatestReadings, leaving::LeavingPods, reclaims::Reclaims, usage::Survey,
+};
 use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
 
@@ -126,88 +127,37 @@ pub struct Eviction {
     tracker: Tracker,
     /// Start of the tracker's monotonic clock.
     began: Instant,
-    /// Time from which measurements of pods' disk usage count.
-    disks_asked: Option<Instant>,
     board: LatestReadings,
-    /// Evicted and deleted pods that have not terminated yet, by UID.
-    leaving: HashMap<String, Leaving>,
-    /// Reclaims in progress or done, by their steps: on a split disk each file system has its own.
-    reclaims: HashMap<&'static [Reclaim], ReclaimState>,
+    /// Evicted and deleted pods that have not terminated yet.
+    leaving: LeavingPods,
+    reclaims: Reclaims,
     /// Usage of pods.
     survey: Survey,
-    /// Time at which a pod was last seen to have terminated: earlier numbers do not include the effect.
-    gone_at: Option<Instant>,
-    /// Pods evicted for a disk whose space may not be free yet.
-    late: Vec<LateRoom>,
+    /// Measurements of pods' disk usage.
+    disks: DiskSurvey,
     /// True once an event has reported that no pod can be evicted.
     complained: bool,
     /// Hints that trigger another reading of the disks' gauges.
     look_again: Hints,
-    reclaimed_out: mpsc::Sender<(&'static [Reclaim], Reclaimed)>,
-    reclaimed: mpsc::Receiver<(&'static [Reclaim], Reclaimed)>,
-}
-
-/// A pod that is terminating.
-#[derive(Debug, Clone)]
-struct Leaving {
-    signal: beelet_policy::eviction::Signal,
-    /// The pod's grace period.
-    grace: Duration,
-    /// Time by which the pod should have terminated.
-    by: Instant,
-    /// Usage at the eviction and since, while the pod is not overdue.
-    looks: Looks,
-    /// True if the pod has not terminated by then.
-    overdue: bool,
-    /// The node's numbers at the eviction.
-    before: Observations,
-}
-
-/// The space that a terminated pod leaves on a disk.
-#[derive(Debug)]
-struct LateRoom {
-    /// Time of the pod's end.
-    since: Instant,
-    /// The node's numbers and the pod's usage at the eviction.
-    before: Observations,
-    usage: beelet_policy::eviction::PodUsage,
-}
-
-/// State of a reclaim.
-#[derive(Debug, Clone, Copy)]
-enum ReclaimState {
-    Running {
-        since: Instant,
-    },
-    /// Numbers read after `settled` include the effect.
-    Done {
-        at: Instant,
-        settled: Instant,
-    },
 }
 
 impl Eviction {
     /// Creates eviction before its first decision.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let (reclaimed_out, reclaimed) = mpsc::channel(1);
         let layout = *parts.layout.borrow();
         Self {
             thresholds: derived(&parts.thresholds, layout),
             layout,
             tracker: Tracker::default(),
             began: Instant::now(),
-            disks_asked: None,
             board: LatestReadings::default(),
-            leaving: HashMap::new(),
-            reclaims: HashMap::new(),
+            leaving: LeavingPods::default(),
+            reclaims: Reclaims::new(Arc::clone(&parts.reclaimer)),
             survey: Survey::new(parts.usage.clone()),
-            gone_at: None,
-            late: Vec::new(),
+            disks: DiskSurvey::new(parts.usage.disk.clone()),
             complained: false,
             look_again: Hints::default(),
-            reclaimed_out,
-            reclaimed,
             parts,
         }
     }
@@ -248,14 +198,9 @@ impl Eviction {
     async fn wait(&mut self) {
         tokio::select! {
             () = self.board.changed() => {}
-            () = changed(&mut self.parts.table), if !self.leaving.is_empty() => {}
+            () = changed(&mut self.parts.table), if !self.leaving.pods.is_empty() => {}
             () = changed(&mut self.parts.layout) => self.relayout(),
-            Some((steps, reclaimed)) = self.reclaimed.recv() => {
-                let at = Instant::now();
-                let settled = if reclaimed == Reclaimed::Later { at + decide::LATE } else { at };
-                self.reclaims.insert(steps, ReclaimState::Done { at, settled });
-                self.look_again.notify();
-            }
+            () = self.reclaims.ended() => self.look_again.notify(),
             () = tokio::time::sleep(TICK) => {}
         }
     }

@@ -401,7 +401,7 @@ impl LocalStorage {
     /// not report them.
     async fn layers(&self) -> HashMap<String, Layer> {
         let filter = cri::ContainerStatsFilter { label_selector: managed(), ..Default::default() };
-        let stats = self.runtime.list_container_stats(filter).await.unwrap_or_default();
+        let stats = self.runtime.containers.list_stats(filter).await.unwrap_or_default();
         let layer = |stats: cri::ContainerStats| {
             let id = stats.attributes?.id;
             let layer = stats.writable_layer?;

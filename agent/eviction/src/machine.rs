@@ -5,7 +5,7 @@ use beelet_policy::eviction::Observation;
 use beelet_units::quantity::Quantity;
 
 use super::Error;
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, memory};
 
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
@@ -13,14 +13,14 @@ const PODS: &str = "/kubepods";
 /// Returns the machine's memory: the kubelet's `memory.available`, capacity less the working set of the root
 /// cgroup.
 pub(super) fn memory(cgroups: &Cgroups) -> Result<Observation, Error> {
-    let memory = cgroups.machine_memory(&read("/proc/meminfo")?).ok_or(Error::NoMemory)?;
+    let memory = memory::of_machine(cgroups, &read("/proc/meminfo")?).ok_or(Error::NoMemory)?;
     Ok(observation(whole(memory.available()), whole(memory.total)))
 }
 
 /// Returns the memory available to all pods together: their cgroup's limit less their working set. `None`
 /// before the cgroup exists.
 pub(super) fn pods_memory(cgroups: &Cgroups) -> Option<Observation> {
-    let used = cgroups.memory_use(PODS)?;
+    let used = memory::of(cgroups, PODS)?;
     let limit = used.limit?;
     Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit)))
 }

@@ -21,7 +21,7 @@ use tracing::{info, warn};
 
 use super::disk::DiskUsages;
 use beelet_base::blocking::{joined, spawn_blocking};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, memory, search, stats};
 use beelet_model::status::runtime_id;
 
 /// The name of a round.
@@ -49,9 +49,9 @@ impl PodUsages {
     pub(super) fn of(&self, pod: &core::Pod, measured: Option<Instant>) -> Option<PodUsage> {
         let uid = pod.metadata.uid.as_deref()?;
         let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
-        let (memory, pids) = match self.cgroups.memory_use(&path) {
-            Some(memory) => (memory.working_set, self.cgroups.pids_use(&path).unwrap_or(0)),
-            None if self.cgroups.exists(&path) => return None,
+        let (memory, pids) = match memory::of(&self.cgroups, &path) {
+            Some(memory) => (memory.working_set, stats::pids(&self.cgroups, &path).unwrap_or(0)),
+            None if self.cgroups.paths.exists(&path) => return None,
             None => (0, 0),
         };
         let disk = self.disk.of(uid, measured);
@@ -68,8 +68,8 @@ impl PodUsages {
             MEMORY => {
                 let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
                 let id = container_id(pod, name)?;
-                let path = self.cgroups.container_path(&path, id)?;
-                Some(whole(self.cgroups.memory_use(&path)?.working_set))
+                let path = search::container(&self.cgroups, &path, id)?;
+                Some(whole(memory::of(&self.cgroups, &path)?.working_set))
             }
             EPHEMERAL_STORAGE => Some(whole(self.disk.container(uid, name)?)),
             _ => None,

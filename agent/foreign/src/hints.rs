@@ -10,7 +10,7 @@ use futures::{FutureExt as _, StreamExt as _};
 use inotify::{EventStream, Inotify, WatchMask, Watches};
 
 use beelet_base::blocking::blocking;
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 
 /// Buffer size, for some hundred events; more at a time arrive as an overflow, which is a hint too.
 const BUFFER: usize = 16 << 10;
@@ -43,7 +43,7 @@ impl Hints {
         let Some((watches, events)) = &mut self.inotify else { return };
         while let Some(Some(Ok(_))) = events.next().now_or_never() {}
         let cgroups = Arc::clone(&self.cgroups);
-        let folders = blocking("listing pods' cgroups", move || cgroups.pod_folders()).await;
+        let folders = blocking("listing pods' cgroups", move || search::pod_folders(&cgroups)).await;
         let now: HashSet<PathBuf> = folders.into_iter().collect();
         let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::ONLYDIR;
         let mut watches = watches.clone();

@@ -169,7 +169,7 @@ impl Observer {
     async fn list(&mut self) -> Result<(), Error> {
         self.metrics.lists.inc();
         let (sandboxes, containers) =
-            tokio::try_join!(self.runtime.list_sandboxes(None), self.runtime.list_containers(None))?;
+            tokio::try_join!(self.runtime.sandboxes.list(None), self.runtime.containers.list(None))?;
         self.refresh(&sandboxes, &containers).await?;
         self.pulse.beat();
         let look = table::Listing {
@@ -203,7 +203,7 @@ impl Observer {
         let new: Vec<&str> =
             containers.iter().map(|c| c.id.as_str()).filter(|id| !known.contains_key(*id)).collect();
         for some in new.chunks(STATUSES) {
-            let asked = some.iter().map(|id| gone_is_none(self.runtime.container_status(id, false)));
+            let asked = some.iter().map(|id| gone_is_none(self.runtime.containers.status(id, false)));
             for status in try_join_all(asked).await?.into_iter().flatten().filter_map(|answer| answer.status)
             {
                 known.insert(status.id.clone(), status);
@@ -212,7 +212,7 @@ impl Observer {
         let new: Vec<&str> =
             sandboxes.iter().map(|s| s.id.as_str()).filter(|id| !known_sandboxes.contains_key(*id)).collect();
         for some in new.chunks(STATUSES) {
-            let asked = some.iter().map(|id| gone_is_none(self.runtime.sandbox_status(id, false)));
+            let asked = some.iter().map(|id| gone_is_none(self.runtime.sandboxes.status(id, false)));
             for status in try_join_all(asked).await?.into_iter().flatten().filter_map(|answer| answer.status)
             {
                 known_sandboxes.insert(status.id.clone(), status);

@@ -214,7 +214,7 @@ impl Access {
         if !any.await {
             return;
         }
-        let Ok(images) = runtime.list_images().await else { return };
+        let Ok(images) = runtime.images.list().await else { return };
         for image in &images {
             for name in image.repo_tags.iter().chain(&image.repo_digests) {
                 let under_way = self.under_way.lock().await.contains_key(name);

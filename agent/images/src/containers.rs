@@ -196,14 +196,14 @@ impl ContainerGc {
     async fn collect_once(&self, request: ContainerGcRequest) -> Result<Collected, Error> {
         let filter = || managed();
         let (sandboxes, containers) = tokio::try_join!(
-            self.parts.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
-                label_selector: filter(),
-                ..Default::default()
-            })),
-            self.parts.runtime.list_containers(Some(cri::ContainerFilter {
-                label_selector: filter(),
-                ..Default::default()
-            })),
+            self.parts
+                .runtime
+                .sandboxes
+                .list(Some(cri::PodSandboxFilter { label_selector: filter(), ..Default::default() })),
+            self.parts
+                .runtime
+                .containers
+                .list(Some(cri::ContainerFilter { label_selector: filter(), ..Default::default() })),
         )?;
         let ended = ended_pods(&self.parts.table.borrow());
         let chosen = choose(&self.parts.policy, Timestamp::now(), request, &ended, &containers, &sandboxes);
@@ -231,7 +231,7 @@ impl ContainerGc {
         errors: &mut Vec<String>,
     ) -> Vec<CollectedContainer> {
         let removals = chosen.into_iter().map(|container| async move {
-            let removed = self.parts.runtime.remove_container(&container.id).await;
+            let removed = self.parts.runtime.containers.remove(&container.id).await;
             match removed {
                 Err(error) if !error.is_not_found() => Err(error.to_string()),
                 _ => {
@@ -247,8 +247,8 @@ impl ContainerGc {
     async fn remove_sandboxes(&self, chosen: Vec<String>, errors: &mut Vec<String>) -> Vec<String> {
         let removals = chosen.into_iter().map(|id| async move {
             // CRI wants a sandbox stopped first: its network may still exist.
-            let removed = match self.parts.runtime.stop_sandbox(&id).await {
-                Ok(()) => self.parts.runtime.remove_sandbox(&id).await,
+            let removed = match self.parts.runtime.sandboxes.stop(&id).await {
+                Ok(()) => self.parts.runtime.sandboxes.remove(&id).await,
                 Err(error) => Err(error),
             };
             match removed {

@@ -177,7 +177,7 @@ impl Archive {
 
 /// Returns the name of an image in the store: the requested one if the store has it, otherwise the first.
 async fn full_name(runtime: &Runtime, image: &str) -> Result<String, ExportError> {
-    let found = runtime.image_status(image).await?.ok_or_else(|| ExportError::NotFound(image.to_owned()))?;
+    let found = runtime.images.status(image).await?.ok_or_else(|| ExportError::NotFound(image.to_owned()))?;
     let asked = reference::whole(image).ok();
     let names = || found.repo_tags.iter().chain(&found.repo_digests);
     let exact = names().find(|name| asked.as_ref() == Some(name));

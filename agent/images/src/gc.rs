@@ -239,7 +239,7 @@ impl ImageGc {
     }
 
     async fn list(&mut self) {
-        match self.parts.runtime.list_images().await {
+        match self.parts.runtime.images.list().await {
             Ok(images) => self.publish_list(&images),
             Err(error) => warn!(%error, "cannot list images"),
         }
@@ -289,7 +289,7 @@ impl ImageGc {
     async fn detect(&mut self, now: Timestamp) -> Result<(Vec<cri::Image>, Usage), Error> {
         self.learn_sandbox_image().await;
         // Use is queried after the list, so that an image that came into use in between counts as used.
-        let images = self.parts.runtime.list_images().await?;
+        let images = self.parts.runtime.images.list().await?;
         let usage = self.usage().await?;
         self.publish_list(&images);
         let first = self.known.began.is_none();
@@ -388,7 +388,7 @@ impl ImageGc {
     /// Removes one image if it is really unused. The removal lease keeps new users away until it is done.
     async fn remove(&mut self, listed: &cri::Image, freed: &mut Freed) -> Removed {
         // The image may have got other names since it was listed.
-        let current = match self.parts.runtime.image_status(&listed.id).await {
+        let current = match self.parts.runtime.images.status(&listed.id).await {
             Ok(Some(current)) => current,
             // Another client has removed the image.
             Ok(None) => return Removed::InUse,
@@ -404,7 +404,7 @@ impl ImageGc {
         if let Some(fs) = before {
             freed.begin(fs);
         }
-        let removed = self.parts.runtime.remove_image(&listed.id).await;
+        let removed = self.parts.runtime.images.remove(&listed.id).await;
         drop(removal);
         if let Err(error) = removed {
             return Removed::Failed(error.to_string());
@@ -424,7 +424,7 @@ impl ImageGc {
         let path = match &self.mountpoint {
             Some(path) => path.clone(),
             None => {
-                let info = self.parts.runtime.image_fs_info().await?;
+                let info = self.parts.runtime.images.fs_info().await?;
                 let path = image_mountpoint(&info).map(PathBuf::from).ok_or(Error::NoMountpoint)?;
                 self.mountpoint.insert(path).clone()
             }

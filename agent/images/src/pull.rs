@@ -314,7 +314,7 @@ impl Puller {
     }
 
     async fn status(&self, image: &str) -> Result<Option<Image>, PullError> {
-        let status = self.runtime.image_status(image).await;
+        let status = self.runtime.images.status(image).await;
         let status = status.map_err(|e| PullError::of_runtime("ImageInspectError", &e))?;
         Ok(status.map(|image| Image {
             user: ImageUser { uid: image.uid.map(|uid| uid.value), name: image.username },
@@ -395,14 +395,14 @@ async fn limited(
     let _slot = slots.acquire_owned().await.ok();
     // Another pull of the image may have completed since the pod looked it up.
     if freshness == Freshness::IfAbsent
-        && let Ok(Some(here)) = runtime.image_status(&image).await
+        && let Ok(Some(here)) = runtime.images.status(&image).await
     {
         return Ok(Fetched { id: here.id, took: None });
     }
     let start_at = bucket.lock().unwrap_or_else(PoisonError::into_inner).reserve(Instant::now());
     tokio::time::sleep_until(start_at).await;
     let started = Instant::now();
-    let pulled = runtime.pull_image(&image, auth, &sandbox).await;
+    let pulled = runtime.images.pull(&image, auth, &sandbox).await;
     let took = started.elapsed();
     pulled.map(|id| {
         tracing::info!(image, seconds = took.as_secs_f32(), "pulled an image");

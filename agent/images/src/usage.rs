@@ -20,7 +20,7 @@ impl Usage {
         table: &PodTable,
         sandbox_image: Option<&str>,
     ) -> Result<Self, Error> {
-        let containers = runtime.list_containers(None).await?;
+        let containers = runtime.containers.list(None).await?;
         let mut used = HashSet::new();
         for container in &containers {
             let spec = container.image.as_ref().map(|spec| spec.image.as_str());

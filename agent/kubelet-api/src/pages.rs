@@ -70,7 +70,7 @@ pub(crate) async fn run(
     let id = target.running(&entry.pod)?;
     let cmd = pairs.iter().find(|(name, _)| name == "cmd").map(|(_, cmd)| cmd.as_str()).unwrap_or_default();
     let command: Vec<String> = cmd.split(' ').map(str::to_owned).collect();
-    let done = app.runtime.exec_sync(id, command, Duration::ZERO).await?;
+    let done = app.runtime.containers.exec_sync(id, command, Duration::ZERO).await?;
     let output = [done.stdout, done.stderr].concat();
     if done.exit_code != 0 {
         let sentence =
@@ -104,7 +104,7 @@ pub(crate) async fn checkpoint(
         Timestamp::now()
     );
     let location = app.checkpoints.join(file);
-    app.runtime.checkpoint(id, &location, timeout).await.map_err(|error| {
+    app.runtime.containers.checkpoint(id, &location, timeout).await.map_err(|error| {
         // Programs look for the runtime's words in the kubelet's sentence.
         let object = format!("{}/{}/{}", name.namespace, name.name, target.container);
         let sentence = format!("checkpointing of {object} failed ({})", error.rpc);

@@ -99,6 +99,7 @@ pub(crate) async fn exec(
     let cmd = values(&pairs, "command");
     let url = app
         .runtime
+        .streams
         .exec(cri::ExecRequest { container_id: id.clone(), cmd, tty, stdin, stdout, stderr })
         .await?;
     let end = ended(app.table.clone(), name, entry.pod.metadata.uid.clone(), Some(id));
@@ -119,7 +120,7 @@ pub(crate) async fn attach(
     // The container's creation decided whether it has a terminal.
     let tty = has_terminal(&entry.pod, &target.container);
     let request = cri::AttachRequest { container_id: id.clone(), stdin, tty, stdout, stderr: stderr && !tty };
-    let url = app.runtime.attach(request).await?;
+    let url = app.runtime.streams.attach(request).await?;
     let end = ended(app.table.clone(), name, entry.pod.metadata.uid.clone(), Some(id));
     upgrade.pass(&app, &url, end).await
 }
@@ -139,13 +140,13 @@ pub(crate) async fn port_forward(
     let ready = cri::PodSandboxState::SandboxReady as i32;
     let label_selector = selector(uid.as_deref().unwrap_or_default());
     let filter = cri::PodSandboxFilter { label_selector, ..cri::PodSandboxFilter::default() };
-    let sandboxes = app.runtime.list_sandboxes(Some(filter)).await?;
+    let sandboxes = app.runtime.sandboxes.list(Some(filter)).await?;
     let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);
     let Some(sandbox) = newest else {
         let sentence = format!("failed to find sandbox for pod {name}: the pod is not running");
         return Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, sentence));
     };
-    let url = app.runtime.port_forward(&sandbox.id, ports).await?;
+    let url = app.runtime.streams.port_forward(&sandbox.id, ports).await?;
     upgrade.pass(&app, &url, ended(app.table.clone(), name, uid, None)).await
 }
 

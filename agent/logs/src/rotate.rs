@@ -130,7 +130,7 @@ impl Rotator {
         });
         let moved = moved.await.map_err(|cause| Error::Rotate { log: log.path.clone(), cause });
         let (files, moved) = moved?;
-        match self.runtime.reopen_container_log(&log.container_id).await {
+        match self.runtime.containers.reopen_log(&log.container_id).await {
             Ok(()) => {
                 debug!(log = %log.path.display(), "log rotated");
                 Ok(())

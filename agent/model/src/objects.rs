@@ -59,19 +59,51 @@ impl PartialEq for Services {
 /// Trust bundles of a cluster, by name.
 pub type TrustBundles = Arc<BTreeMap<String, ClusterTrustBundle>>;
 
+/// Tokens of service accounts, by pod and audience.
+#[derive(Clone, Default, PartialEq)]
+pub struct Tokens {
+    all: BTreeMap<TokenReference, Arc<str>>,
+    /// True if pods start without missing tokens, while no API server issues any.
+    pub are_optional: bool,
+}
+
+impl Tokens {
+    /// Adds a token.
+    pub fn add(&mut self, of: TokenReference, token: Arc<str>) {
+        self.all.insert(of, token);
+    }
+
+    /// Returns a token.
+    pub fn get(&self, of: &TokenReference) -> Option<&str> {
+        self.all.get(of).map(|token| &**token)
+    }
+
+    /// Returns true if a token is missing that `pod` needs for its start.
+    fn are_missing(&self, pod: &Pod) -> bool {
+        !self.are_optional && references::tokens(pod).iter().any(|token| !self.all.contains_key(token))
+    }
+
+    /// Adds the tokens of `others` that this set lacks.
+    fn add_missing(&mut self, others: &Self) {
+        for (of, token) in &others.all {
+            self.all.entry(of.clone()).or_insert_with(|| Arc::clone(token));
+        }
+        self.are_optional |= others.are_optional;
+    }
+}
+
 /// Set of all objects that pods may refer to.
 #[derive(Clone, Default, PartialEq)]
 pub struct Objects {
     config_maps: ByName<ConfigMap>,
     secrets: ByName<Secret>,
     runtime_classes: ByName<RuntimeClass>,
-    tokens: BTreeMap<TokenReference, Arc<str>>,
-    /// True if pods start without missing tokens.
-    tokens_optional: bool,
+    /// Tokens of service accounts.
+    pub tokens: Tokens,
     /// Services; None on a standalone node, and until the API server has listed them.
-    services: Option<Services>,
+    pub services: Option<Services>,
     /// Trust bundles; None until a pod refers to one and the API server has listed them.
-    trust_bundles: Option<TrustBundles>,
+    pub trust_bundles: Option<TrustBundles>,
     /// Objects requested from the API server, without an answer yet.
     unread: BTreeSet<Reference>,
 }
@@ -120,7 +152,7 @@ impl fmt::Debug for Objects {
             .field("config_maps", &self.config_maps.keys())
             .field("secrets", &self.secrets.keys())
             .field("runtime_classes", &self.runtime_classes.keys())
-            .field("tokens", &self.tokens.keys())
+            .field("tokens", &self.tokens.all.keys())
             .field("services", &self.services.as_ref().map(|services| services.0.len()))
             .field("trust_bundles", &self.trust_bundles.as_ref().map(|bundles| bundles.len()))
             .field("unread", &self.unread)
@@ -141,49 +173,9 @@ impl Objects {
         }
     }
 
-    /// Adds a token of a service account.
-    pub fn add_token(&mut self, of: TokenReference, token: Arc<str>) {
-        self.tokens.insert(of, token);
-    }
-
-    /// Lets pods start without missing tokens, while no API server issues any.
-    pub fn do_without_tokens(&mut self) {
-        self.tokens_optional = true;
-    }
-
-    /// Returns true if pods start without missing tokens.
-    pub fn are_tokens_optional(&self) -> bool {
-        self.tokens_optional
-    }
-
     /// Records that an object may exist, but was not read yet.
     pub fn add_unread(&mut self, reference: Reference) {
         self.unread.insert(reference);
-    }
-
-    /// Sets the services of the cluster.
-    pub fn set_services(&mut self, services: Services) {
-        self.services = Some(services);
-    }
-
-    /// Sets the trust bundles of the cluster.
-    pub fn set_trust_bundles(&mut self, bundles: TrustBundles) {
-        self.trust_bundles = Some(bundles);
-    }
-
-    /// Returns the trust bundles of the cluster, if known.
-    pub fn trust_bundles(&self) -> Option<&BTreeMap<String, ClusterTrustBundle>> {
-        self.trust_bundles.as_deref()
-    }
-
-    /// Returns the known services of the cluster.
-    pub fn services(&self) -> impl Iterator<Item = &Service> {
-        self.services.iter().flat_map(Services::iter)
-    }
-
-    /// Returns a token of a service account.
-    pub fn token(&self, of: &TokenReference) -> Option<&str> {
-        self.tokens.get(of).map(|token| &**token)
     }
 
     /// Returns true if the API server has not answered yet about an object that `pod` refers to, so that it
@@ -194,8 +186,7 @@ impl Objects {
             && (self.services.is_none()
                 || (self.trust_bundles.is_none() && references::wants_trust_bundles(pod))
                 || references::of(pod).iter().any(|reference| self.unread.contains(reference))
-                || (!self.tokens_optional
-                    && references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token))))
+                || self.tokens.are_missing(pod))
     }
 
     /// Returns true if the ConfigMaps and Secrets that `pod` refers to are the same, or absent, in both.
@@ -210,7 +201,7 @@ impl Objects {
     pub fn show_the_same_to(&self, others: &Self, pod: &Pod) -> bool {
         self.is_unread(pod) == others.is_unread(pod)
             && self.are_same_for(others, pod)
-            && references::tokens(pod).iter().all(|token| self.token(token) == others.token(token))
+            && references::tokens(pod).iter().all(|token| self.tokens.get(token) == others.tokens.get(token))
             && (self.trust_bundles == others.trust_bundles || !references::wants_trust_bundles(pod))
     }
 
@@ -226,10 +217,7 @@ impl Objects {
 
     /// Adds the objects of `others` that this set lacks.
     pub(crate) fn add_missing(&mut self, others: &Self) {
-        for (of, token) in &others.tokens {
-            self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
-        }
-        self.tokens_optional |= others.tokens_optional;
+        self.tokens.add_missing(&others.tokens);
         self.unread.extend(others.unread.iter().cloned());
         if self.services.is_none() {
             self.services.clone_from(&others.services);

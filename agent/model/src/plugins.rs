@@ -7,8 +7,13 @@ use tokio::time::Instant;
 /// Drivers by name, each with the time since when it has no connected plugin, if it has none.
 pub type Presences = BTreeMap<String, Option<Instant>>;
 
-/// A registration under way; its error is a sentence for the plugin.
-pub type Registering<'a> = Pin<Box<dyn Future<Output = Result<(), String>> + Send + 'a>>;
+/// A refused registration: a sentence for the plugin.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct RegistrationRefusal(pub String);
+
+/// A registration under way.
+pub type Registering<'a> = Pin<Box<dyn Future<Output = Result<(), RegistrationRefusal>> + Send + 'a>>;
 
 /// Registers plugins of one type.
 pub trait PluginHandler: Send + Sync + fmt::Debug {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use beelet_base::{blocking::blocking, clock::After as _};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_cri::Runtime;
 use beelet_model::{
     pod::running,
@@ -132,7 +132,7 @@ impl Task {
         let (cgroups, wanted) = (Arc::clone(&self.cgroups), wanted.clone());
         let look = move || {
             let drifted = |(id, wanted): &(String, Wanted)| {
-                let path = cgroups.container_path(&wanted.parent, id)?;
+                let path = search::container(&cgroups, &wanted.parent, id)?;
                 let found = CpuSet::parse(&cgroups.read(&path, "cpuset.cpus")?)?;
                 Some(found != CpuSet::parse(&wanted.cpus)?)
             };
@@ -155,7 +155,7 @@ impl Task {
         let update = |(id, wanted): (String, Wanted)| async move {
             let resources =
                 LinuxContainerResources { cpuset_cpus: wanted.cpus.clone(), ..Default::default() };
-            let updated = self.runtime.update_container_resources(&id, resources).await;
+            let updated = self.runtime.containers.update_resources(&id, resources).await;
             (id, wanted, updated)
         };
         let mut updates = stream::iter(due).map(update).buffer_unordered(AT_ONCE);

@@ -125,7 +125,7 @@ impl Pinning {
             book.pins.container_starts(&needs, container);
             let cpus = book.pins.cpus.of(&needs.uid, container);
             let cpus = cpus.unwrap_or(&book.pins.cpus.state().shared).to_string();
-            let blocks = book.pins.memory.of(&needs.uid, container).iter();
+            let blocks = book.pins.memory.state().of(&needs.uid, container).iter();
             (cpus, blocks.fold(NodeSet::default(), |nodes, block| nodes.union(block.nodes)))
         });
         if !cpus.is_empty() {

@@ -39,7 +39,8 @@ impl Pinning {
             };
             let of = |container: String| {
                 let cpus = book.pins.cpus.of(uid, &container).into_iter().flat_map(CpuSet::iter);
-                let blocks = book.pins.memory.of(uid, &container).iter().filter(|block| block.size > 0);
+                let blocks =
+                    book.pins.memory.state().of(uid, &container).iter().filter(|block| block.size > 0);
                 let held = Held { cpus: cpus.collect(), memory: blocks.map(block).collect() };
                 (container, held)
             };

@@ -176,9 +176,9 @@ impl Node {
                     .devices
                     .as_ref()
                     .ok_or_else(|| FieldError::new("devices", "is missing; this op needs it"))?;
-                self.devices.list(step.resource()?, devices.iter().cloned());
+                self.devices.inventory.list(step.resource()?, devices.iter().cloned());
             }
-            Op::EndpointStopped => self.devices.stopped(step.resource()?, self.now),
+            Op::EndpointStopped => self.devices.inventory.stopped(step.resource()?, self.now),
             Op::Admit => return self.admit(step),
             Op::InitEnds => self.init_ends(step)?,
             Op::Remove => match &step.pod {
@@ -190,7 +190,7 @@ impl Node {
             },
             Op::Restart => self.restart(step.running.as_deref())?,
             Op::Capacity => {
-                let capacity = self.devices.capacity(self.now);
+                let capacity = self.devices.inventory.capacity(self.now);
                 return Ok(json!({
                     "ok": true, "capacity": capacity.capacity, "allocatable": capacity.allocatable, "removed": capacity.removed,
                 }));
@@ -207,7 +207,7 @@ impl Node {
         let missing = || FieldError::new("container", "is missing; this op needs it");
         let container = step.container.as_deref().ok_or_else(missing)?;
         if let Some(uid) = self.active.get(name) {
-            self.devices.release(uid, container);
+            self.devices.holders.release(uid, container);
         }
         Ok(())
     }
@@ -229,7 +229,7 @@ impl Node {
             fails: step.fail_allocate.unwrap_or(false),
         };
         self.plugins.insert(resource.to_owned(), plugin);
-        self.devices.register(resource, step.options.unwrap_or_default());
+        self.devices.inventory.register(resource, step.options.unwrap_or_default());
         Ok(())
     }
 
@@ -258,12 +258,12 @@ impl Node {
             // Its earlier devices are freed with those of removed pods.
             self.active.remove(&name);
             self.refused.insert(name);
-            self.stale |= self.devices.held(&uid).is_some();
+            self.stale |= self.devices.holders.held(&uid).is_some();
             return Ok(json!({"ok": false, "error": error}));
         }
         self.refused.remove(&name);
         let mut allocations: BTreeMap<&str, BTreeMap<&str, BTreeSet<String>>> = BTreeMap::new();
-        for (container, held) in self.devices.held(&uid).into_iter().flatten() {
+        for (container, held) in self.devices.holders.held(&uid).into_iter().flatten() {
             let ids = held.iter().map(|(resource, held)| (resource.as_str(), held.ids()));
             allocations.insert(container, ids.collect());
         }
@@ -285,7 +285,7 @@ impl Node {
                 }
                 Next::Allocate { resource, .. } => {
                     if self.plugins.get(&resource).is_some_and(|plugin| plugin.fails) {
-                        self.devices.abandon();
+                        self.devices.holders.recount();
                         return Err(format!("the device plugin of {resource} failed to allocate"));
                     }
                     admission.allocated(&mut self.devices, Vec::new());
@@ -298,7 +298,7 @@ impl Node {
     fn free_inactive(&mut self) {
         if self.stale && self.running.is_none() {
             let active: BTreeSet<&str> = self.active.values().map(String::as_str).collect();
-            self.devices.free_inactive(|uid| active.contains(uid));
+            self.devices.holders.free_inactive(|uid| active.contains(uid));
             self.stale = false;
         }
     }

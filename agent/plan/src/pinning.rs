@@ -320,7 +320,7 @@ impl Node {
             let mut result = self.admit(&pod);
             if result.get("ok") != Some(&json!(true)) {
                 self.pins.release(&pod.needs.uid);
-                self.devices.forget(&pod.needs.uid);
+                self.devices.holders.forget(&pod.needs.uid);
             }
             result.insert("pod".into(), json!(pod.name));
             result.into()
@@ -367,7 +367,7 @@ impl Node {
         pins.retain(|uid, container| {
             pod(uid).is_some_and(|pod| pod.needs.containers.iter().any(|other| other.name == container))
         });
-        devices.free_inactive(|uid| pod(uid).is_some());
+        devices.holders.free_inactive(|uid| pod(uid).is_some());
     }
 
     fn ok(&self, pod: Option<&Admitted>) -> Value {
@@ -413,7 +413,7 @@ impl Node {
             result.insert("podMemory".into(), blocks(of_pod));
         }
         let mut devices: BTreeMap<&str, BTreeMap<&str, BTreeMap<String, usize>>> = BTreeMap::new();
-        for (container, held) in self.devices.held(uid).into_iter().flatten() {
+        for (container, held) in self.devices.holders.held(uid).into_iter().flatten() {
             for (resource, held) in held {
                 let counts = self.counts(resource, held.ids());
                 devices.entry(container).or_default().insert(resource, counts);
@@ -425,7 +425,7 @@ impl Node {
 
     /// Returns the number of devices by their nodes.
     fn counts(&self, resource: &str, ids: impl IntoIterator<Item = String>) -> BTreeMap<String, usize> {
-        let all = self.devices.devices_of(resource);
+        let all = self.devices.inventory.devices_of(resource);
         let mut counts = BTreeMap::new();
         for id in ids {
             let near = all.iter().find(|device| device.id == id).map_or(&[][..], |device| &device.numa_nodes);
@@ -441,13 +441,13 @@ impl Node {
 /// Registers all device plugins, with healthy devices only.
 fn plug_in(devices: &mut Devices, plugins: &[PluginField]) {
     for plugin in plugins {
-        devices.register(&plugin.resource, PluginOptions::default());
+        devices.inventory.register(&plugin.resource, PluginOptions::default());
         let device = |field: &DeviceField| Device {
             id: field.id.clone(),
             health: beelet_policy::devices::Health::Healthy,
             numa_nodes: field.numa_nodes.clone(),
         };
-        devices.list(&plugin.resource, plugin.devices.iter().map(device));
+        devices.inventory.list(&plugin.resource, plugin.devices.iter().map(device));
     }
 }
 

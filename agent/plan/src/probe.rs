@@ -85,7 +85,7 @@ impl Scenario for ProbeScenario {
                 output.add(state.container_started(now, Duration::from_secs(start)));
             }
             if self.startup_succeeded_at.flatten().is_some_and(|at| at <= tick.at) {
-                state.startup_succeeded();
+                state.gate.startup_succeeded();
             }
             output.add(state.record(now, tick.outcome));
         }

@@ -30,7 +30,7 @@ use beelet_base::blocking::blocking;
 use beelet_base::clock::monotonic_ns;
 use beelet_base::work::Work;
 use beelet_bpf::OomKill;
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
     pod::managed,
@@ -283,14 +283,14 @@ impl Exits {
         let mut found = BTreeMap::new();
         if self.pending.len() > ONE_BY_ONE {
             let filter = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
-            let listed = runtime.list_containers(Some(filter)).await?;
+            let listed = runtime.containers.list(Some(filter)).await?;
             let states: HashMap<&str, i32> = listed.iter().map(|c| (c.id.as_str(), c.state)).collect();
             let gone = ended.iter().filter(|id| !states.contains_key(id.as_str()));
             found.extend(gone.map(|id| ((*id).clone(), None)));
             let exited = i32::from(cri::ContainerState::ContainerExited);
             ended.retain(|id| states.get(id.as_str()) == Some(&exited));
         }
-        let asked = ended.into_iter().map(async |id| match runtime.container_status(id, false).await {
+        let asked = ended.into_iter().map(async |id| match runtime.containers.status(id, false).await {
             Ok(response) => Ok((id.clone(), response.status)),
             Err(error) if error.is_not_found() => Ok((id.clone(), None)),
             Err(error) => Err(error),
@@ -377,7 +377,10 @@ impl Exits {
         let find = move || -> Vec<(u64, u32)> {
             let id_of = |path: &str| {
                 let (pod, id) = path.rsplit_once('/')?;
-                cgroups.cgroup_id(path).or_else(|| cgroups.cgroup_id(&cgroups.container_path(pod, id)?))
+                cgroups
+                    .paths
+                    .cgroup_id(path)
+                    .or_else(|| cgroups.paths.cgroup_id(&search::container(&cgroups, pod, id)?))
             };
             paths.into_iter().filter_map(|(pid, path)| Some((id_of(&path)?, pid))).collect()
         };

@@ -232,14 +232,12 @@ impl Relist {
         let began = Instant::now();
         let ours = managed();
         let (sandboxes, containers) = tokio::try_join!(
-            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
-                label_selector: ours.clone(),
-                ..Default::default()
-            })),
-            self.runtime.list_containers(Some(cri::ContainerFilter {
-                label_selector: ours.clone(),
-                ..Default::default()
-            })),
+            self.runtime
+                .sandboxes
+                .list(Some(cri::PodSandboxFilter { label_selector: ours.clone(), ..Default::default() })),
+            self.runtime
+                .containers
+                .list(Some(cri::ContainerFilter { label_selector: ours.clone(), ..Default::default() })),
         )?;
         self.metrics.duration.observe(began.elapsed().as_secs_f64());
         let (pods, seen) = group(&sandboxes, &containers);

@@ -107,7 +107,7 @@ impl Containers {
         users.apply_to_sandbox(&mut of_sandbox);
         users.apply_to_container(&mut config);
         let object = || Object::container(&plan.pod, &start.name);
-        let create = Box::pin(self.runtime.cri.create_container(&sandbox.id, config, &of_sandbox));
+        let create = Box::pin(self.runtime.cri.containers.create(&sandbox.id, config, &of_sandbox));
         let creating = self.calls.call(urgency_of(plan, start), Call::CreateContainer, create);
         let created =
             self.reports.events.while_waiting(object, "the runtime to create the container", creating).await;
@@ -120,7 +120,7 @@ impl Containers {
 
     async fn start_created(&self, plan: &PodPlan, start: &Start, id: &str) -> Result<(), StartError> {
         let object = || Object::container(&plan.pod, &start.name);
-        let run = Box::pin(self.runtime.cri.start_container(id));
+        let run = Box::pin(self.runtime.cri.containers.start(id));
         let starting = self.calls.call(urgency_of(plan, start), Call::StartContainer, run);
         self.reports
             .events

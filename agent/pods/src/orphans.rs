@@ -105,7 +105,7 @@ impl Found {
             return;
         }
         // The list of sandboxes is last: a new pod may have been unknown until now.
-        let Ok(sandboxes) = deps.runtime.list_sandboxes(None).await else { return };
+        let Ok(sandboxes) = deps.runtime.sandboxes.list(None).await else { return };
         let running: BTreeSet<&str> =
             sandboxes.iter().filter_map(|sandbox| Some(sandbox.metadata.as_ref()?.uid.as_str())).collect();
         let gone = old.into_iter().filter(|uid| !running.contains(uid.as_str()) && !deps.is_known(uid));

@@ -57,7 +57,7 @@ impl Planner {
         let site = Site {
             node: &self.node.facts,
             cgroup_config: &self.node.cgroup_config,
-            cgroup_parent: &|path| self.node.cgroups.cri_parent(path),
+            cgroup_parent: &|path| self.node.cgroups.paths.cri_parent(path),
             pods_dir: &self.node.pods_dir,
             volumes: &|pod| self.volumes.of_pod(pod),
         };

@@ -46,7 +46,7 @@ impl PodUsers {
     async fn learn(&self, tasks: &BlockingTasks) -> Result<(), Error> {
         let users = Arc::clone(&self.users);
         let unknown = tasks.run(move || users.unknown().map_err(Error::of_files)).await?;
-        let mut all = self.runtime.list_sandboxes(None).await?;
+        let mut all = self.runtime.sandboxes.list(None).await?;
         // No process runs in a sandbox that is not ready.
         all.retain(|sandbox| sandbox.state == i32::from(cri::PodSandboxState::SandboxReady));
         for uid in unknown {
@@ -54,7 +54,7 @@ impl PodUsers {
                 |sandbox: &&cri::PodSandbox| sandbox.metadata.as_ref().is_some_and(|of| of.uid == uid);
             let mut reported = None;
             for sandbox in all.iter().filter(of_pod) {
-                let status = self.runtime.sandbox_status(&sandbox.id, false).await?;
+                let status = self.runtime.sandboxes.status(&sandbox.id, false).await?;
                 let ids = user_namespaces::reported(&status);
                 reported = reported.or(ids.map_err(|why| Error::of_files(format!("pod {uid}: {why}")))?);
             }

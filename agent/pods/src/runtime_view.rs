@@ -208,14 +208,12 @@ impl Observer {
     async fn list(&self) -> Result<Listed, Error> {
         let of_pod = selector(&self.uid);
         let (sandboxes, containers) = tokio::try_join!(
-            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
-                label_selector: of_pod.clone(),
-                ..Default::default()
-            })),
-            self.runtime.list_containers(Some(cri::ContainerFilter {
-                label_selector: of_pod.clone(),
-                ..Default::default()
-            })),
+            self.runtime
+                .sandboxes
+                .list(Some(cri::PodSandboxFilter { label_selector: of_pod.clone(), ..Default::default() })),
+            self.runtime
+                .containers
+                .list(Some(cri::ContainerFilter { label_selector: of_pod.clone(), ..Default::default() })),
         )?;
         Ok(Listed { sandboxes, containers })
     }
@@ -246,7 +244,7 @@ impl Observer {
         running: bool,
     ) -> Result<Option<(cri::ContainerStatus, Option<FirstProcess>)>, Error> {
         let known = self.known.running(id);
-        match self.runtime.container_status(id, running && known.is_none()).await {
+        match self.runtime.containers.status(id, running && known.is_none()).await {
             Ok(response) => {
                 let process = known.or_else(|| pid_of(&response.info).map(FirstProcess::of));
                 Ok(response.status.map(|status| (status, process)))
@@ -271,7 +269,7 @@ impl Observer {
             self.sandbox = Some(SandboxDetail { id: current.id.clone(), ips, netns });
             return Ok(());
         }
-        self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
+        self.sandbox = match self.runtime.sandboxes.status(&current.id, true).await {
             Ok(response) => {
                 let process = pid_of(&response.info).map(FirstProcess::of);
                 self.processes.extend(process.map(|process| (current.id.clone(), process)));

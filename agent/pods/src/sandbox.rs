@@ -123,7 +123,7 @@ impl Sandboxes {
         let urgency = Urgency::new(critical::priority(&plan.pod), attempt > 0);
         let run = Box::pin(async {
             let began = Instant::now();
-            let made = self.runtime.cri.run_sandbox(config, handler).await;
+            let made = self.runtime.cri.sandboxes.run(config, handler).await;
             self.reports.metrics.started.sandbox(handler, began.elapsed(), made.is_err());
             made
         });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use beelet_base::{blocking::BlockingTasks, walk::remove_folder};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, kill};
 use beelet_devices::Devices;
 use beelet_volumes::{PodVolumes, VolumeManager};
 
@@ -58,7 +58,7 @@ impl Teardown {
         let remove = tasks.run(move || {
             for path in &plan.cgroups {
                 // A missing cgroup may still exist in another hierarchy.
-                cgroups.destroy(path)?;
+                kill::destroy(&cgroups, path)?;
             }
             of_volumes(&plan.volumes).map_err(Error::of_files)
         });

@@ -358,10 +358,10 @@ impl Worker {
             made.sandbox = Some((id, attempt));
         }
         for id in &actions.remove_containers {
-            ignore_missing(self.runtime.remove_container(id).await)?;
+            ignore_missing(self.runtime.containers.remove(id).await)?;
         }
         for id in &actions.remove_sandboxes {
-            ignore_missing(self.runtime.remove_sandbox(id).await)?;
+            ignore_missing(self.runtime.sandboxes.remove(id).await)?;
         }
         for hook in &actions.post_start {
             self.post_start(&hook.name, &hook.id, seen).await;
@@ -463,10 +463,10 @@ impl Worker {
             return Ok(None);
         }
         for container in &last.pod.containers {
-            ignore_missing(self.runtime.remove_container(&container.id).await)?;
+            ignore_missing(self.runtime.containers.remove(&container.id).await)?;
         }
         for sandbox in &last.pod.sandboxes {
-            ignore_missing(self.runtime.remove_sandbox(&sandbox.id).await)?;
+            ignore_missing(self.runtime.sandboxes.remove(&sandbox.id).await)?;
         }
         Ok(Some(Step::Done))
     }

@@ -116,7 +116,7 @@ impl Node {
             Event::Register { resource, asks } => {
                 let options =
                     PluginOptions { get_preferred_allocation_available: asks, ..PluginOptions::default() };
-                self.devices.register(RESOURCES[resource], options);
+                self.devices.inventory.register(RESOURCES[resource], options);
             }
             Event::List { resource, there, healthy, nodes } => {
                 let bit = |mask: u8, n: u8| mask & (1 << n) != 0;
@@ -126,9 +126,9 @@ impl Node {
                     numa_nodes: if bit(nodes, 7) { Vec::new() } else { vec![i64::from(bit(nodes, n))] },
                 };
                 let all = (0..DEVICES).filter(|n| bit(there, *n)).map(device).collect::<Vec<_>>();
-                self.devices.list(RESOURCES[resource], all);
+                self.devices.inventory.list(RESOURCES[resource], all);
             }
-            Event::Stop { resource } => self.devices.stopped(RESOURCES[resource], self.now),
+            Event::Stop { resource } => self.devices.inventory.stopped(RESOURCES[resource], self.now),
             Event::Admit { pod, .. } if self.must_wait(pod) => {}
             Event::Admit { pod, fails_at, prefer, policy, ref meanwhile } => {
                 self.admit(pod, fails_at, prefer, policy, meanwhile)?;
@@ -137,7 +137,7 @@ impl Node {
                 let uid = format!("p{pod}");
                 if let Some(ended) = self.alive.get_mut(&uid) {
                     *ended = true;
-                    self.devices.release(&uid, "init");
+                    self.devices.holders.release(&uid, "init");
                 }
             }
             Event::Exit { pod } => {
@@ -163,7 +163,7 @@ impl Node {
             }
             Event::Wait { seconds } => {
                 self.now += Duration::from_secs(u64::from(seconds));
-                self.devices.capacity_meanwhile(self.now);
+                self.devices.inventory.capacity_meanwhile(self.now);
             }
         }
         Ok(())
@@ -186,7 +186,7 @@ impl Node {
     fn remnants(&self) -> Vec<Remnant> {
         let mut all = Vec::new();
         for uid in self.alive.keys() {
-            for (container, held) in self.devices.held(uid).into_iter().flatten() {
+            for (container, held) in self.devices.holders.held(uid).into_iter().flatten() {
                 let (pod_uid, container, held) = (uid.clone(), container.clone(), held.clone());
                 all.push(Remnant { pod_uid, container, alive: true, created_at: 1, held });
             }
@@ -215,7 +215,7 @@ impl Node {
             scope: if policy & 4 == 0 { TopologyScope::Container } else { TopologyScope::Pod },
             ..Circumstances::default()
         };
-        let before = self.devices.held(&uid).cloned();
+        let before = self.devices.holders.held(&uid).cloned();
         let undisturbed = fails_at.is_none() && meanwhile.is_empty() && policy & 3 == 0;
         let must_have = undisturbed && self.has_for_again(pod, ended);
         let life = self.lives;
@@ -258,7 +258,7 @@ impl Node {
         prop_assert!(admitted || !must_have, "{} held its devices, but does not get them again", uid);
         if admitted && wanted {
             for wish in wishes(pod) {
-                let held = self.devices.held(&uid).and_then(|pod| pod.get(wish.container));
+                let held = self.devices.holders.held(&uid).and_then(|pod| pod.get(wish.container));
                 for (resource, held) in held.into_iter().flatten() {
                     let count =
                         wish.limits.iter().find(|(name, _)| name == resource).map(|(_, count)| *count);
@@ -271,7 +271,7 @@ impl Node {
         admission.abort(&mut self.devices);
         if meanwhile.is_empty() {
             prop_assert_eq!(
-                self.devices.held(&uid),
+                self.devices.holders.held(&uid),
                 before.as_ref(),
                 "a failed admission left something behind"
             );
@@ -284,7 +284,7 @@ impl Node {
     /// again in its next sandbox.
     fn has_for_again(&self, pod: u8, ended: bool) -> bool {
         let uid = format!("p{pod}");
-        let Some(held) = self.devices.held(&uid).filter(|_| self.alive.contains_key(&uid)) else {
+        let Some(held) = self.devices.holders.held(&uid).filter(|_| self.alive.contains_key(&uid)) else {
             return false;
         };
         let of = |container: &str, resource: &str| -> Ids {
@@ -295,8 +295,8 @@ impl Node {
         wishes.iter().enumerate().all(|(at, wish)| {
             wish.limits.iter().all(|(resource, count)| {
                 let own = of(wish.container, resource);
-                let is_well = self.devices.options(resource).is_some()
-                    && own.iter().all(|id| self.devices.is_healthy(resource, id));
+                let is_well = self.devices.inventory.options(resource).is_some()
+                    && own.iter().all(|id| self.devices.inventory.is_healthy(resource, id));
                 let later: Ids =
                     wishes.iter().skip(at + 1).flat_map(|wish| of(wish.container, resource)).collect();
                 let is_init = wish.kind == ContainerKind::Init;
@@ -310,14 +310,14 @@ impl Node {
     /// Frees inactive pods as the agent does: spares pods whose admission is in progress.
     fn free_inactive(&mut self) {
         let Self { devices, alive, admitting, .. } = self;
-        devices.free_inactive(|uid| admitting.contains_key(uid) || alive.contains_key(uid));
+        devices.holders.free_inactive(|uid| admitting.contains_key(uid) || alive.contains_key(uid));
     }
 
     fn check(&self, event: &Event) -> Result<(), TestCaseError> {
         let mut holder: BTreeMap<(String, String), &str> = BTreeMap::new();
-        for uid in self.devices.pods() {
+        for uid in self.devices.holders.pods() {
             let mut lasting: BTreeMap<(String, String), &str> = BTreeMap::new();
-            for (container, held) in self.devices.held(uid).into_iter().flatten() {
+            for (container, held) in self.devices.holders.held(uid).into_iter().flatten() {
                 for (resource, id) in
                     held.iter().flat_map(|(r, held)| held.ids().into_iter().map(move |id| (r, id)))
                 {
@@ -339,8 +339,12 @@ impl Node {
         }
         for resource in RESOURCES {
             let held: Ids = holder.keys().filter(|(r, _)| r == resource).map(|(_, id)| id.clone()).collect();
-            let healthy =
-                self.devices.devices_of(resource).into_iter().filter(|d| d.health == Health::Healthy);
+            let healthy = self
+                .devices
+                .inventory
+                .devices_of(resource)
+                .into_iter()
+                .filter(|d| d.health == Health::Healthy);
             let free = healthy.filter(|device| !held.contains(&device.id)).count();
             prop_assert_eq!(self.devices.free(resource), free, "of {} after {:?}", resource, event);
         }
@@ -372,7 +376,7 @@ impl Node {
             loop {
                 match admission.next(&mut self.devices) {
                     Ok(Next::Free) => {
-                        self.devices.free_inactive(|uid| uid == "last");
+                        self.devices.holders.free_inactive(|uid| uid == "last");
                     }
                     Ok(Next::Allocate { .. }) => admission.allocated(&mut self.devices, Vec::new()),
                     Ok(Next::Done) => break,
@@ -380,7 +384,7 @@ impl Node {
                 }
             }
         }
-        let held = self.devices.held("last").unwrap()["all"].values().map(|held| held.ids().len());
+        let held = self.devices.holders.held("last").unwrap()["all"].values().map(|held| held.ids().len());
         prop_assert_eq!(held.collect::<Vec<_>>(), [usize::from(DEVICES); 2]);
         Ok(())
     }
@@ -454,10 +458,10 @@ fn checkpointed() -> (Devices, Vec<u8>, Vec<Remnant>) {
 
 fn held(devices: &Devices) -> BTreeMap<String, Ids> {
     let of = |uid: &str| -> Ids {
-        let containers = devices.held(uid).into_iter().flatten();
+        let containers = devices.holders.held(uid).into_iter().flatten();
         containers.flat_map(|(_, held)| held.values()).flat_map(|held| held.ids()).collect()
     };
-    devices.pods().map(|uid| (uid.to_owned(), of(uid))).collect()
+    devices.holders.pods().map(|uid| (uid.to_owned(), of(uid))).collect()
 }
 
 /// Starts from this file: the ledger must be the same as before, from the file or from the containers.
@@ -467,7 +471,7 @@ fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
     let devices = read.unwrap_or_else(|_| Devices::rebuilt(remnants.to_vec(), Duration::ZERO).0);
     assert_eq!(held(&devices), held(before), "{}", String::from_utf8_lossy(file));
     let mut node = Node { devices, ..Node::default() };
-    for uid in before.pods() {
+    for uid in before.holders.pods() {
         node.alive.insert(uid.to_owned(), false);
     }
     register(&mut node);
@@ -544,18 +548,18 @@ fn on_a_full_node_an_init_container_gets_its_pods_devices_again_after_a_reboot()
             let options =
                 PluginOptions { get_preferred_allocation_available: asks, ..PluginOptions::default() };
             let mut devices = Devices::default();
-            devices.register(RESOURCES[0], options);
-            devices.list(RESOURCES[0], [one()]);
+            devices.inventory.register(RESOURCES[0], options);
+            devices.inventory.list(RESOURCES[0], [one()]);
             serve(&mut devices, now()).unwrap();
-            devices.release("p", "init");
+            devices.holders.release("p", "init");
             let file = devices.checkpoint().write().unwrap();
             let mut devices = Devices::read(&file, Duration::ZERO).unwrap();
-            devices.register(RESOURCES[0], options);
-            devices.list(RESOURCES[0], [one()]);
+            devices.inventory.register(RESOURCES[0], options);
+            devices.inventory.list(RESOURCES[0], [one()]);
             serve(&mut devices, now()).unwrap();
             assert_eq!(held(&devices)["p"], Ids::from(["gpu-0".to_owned()]), "{policy:?} {asks}");
             // While the main container runs, it lends no device.
-            devices.release("p", "init");
+            devices.holders.release("p", "init");
             let running = BTreeSet::from(["main".to_owned()]);
             serve(&mut devices, Circumstances { running, ..now() }).unwrap_err();
         }

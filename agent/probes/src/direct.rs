@@ -103,7 +103,7 @@ impl Direct {
 
     /// Finds the way into a container.
     async fn learn(&self, container_id: &str) -> Result<Way, String> {
-        let found = self.runtime.container_status(container_id, true).await.map_err(|e| e.to_string())?;
+        let found = self.runtime.containers.status(container_id, true).await.map_err(|e| e.to_string())?;
         let running = ContainerState::ContainerRunning;
         if found.status.as_ref().is_none_or(|status| status.state() != running) {
             return Err("the container does not run".to_owned());

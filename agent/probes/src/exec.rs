@@ -34,7 +34,7 @@ pub(super) async fn run(
     let (started, deadline) = (Moment::now(), Instant::now().after(within));
     let (door, id, argv) = (runtime.clone(), container_id.to_owned(), command.to_vec());
     let mut call = AbortOnDropHandle::new(tokio::spawn(async move {
-        door.exec_sync(&id, argv, within.saturating_add(NET)).await
+        door.containers.exec_sync(&id, argv, within.saturating_add(NET)).await
     }));
     let output = match timeout_at(deadline, &mut call).await {
         Ok(Ok(output)) => output,
@@ -75,7 +75,7 @@ pub(super) fn timed_out(command: &[String], within: Duration) -> Answer {
 
 /// Ends the processes that a probe has started in a container.
 async fn end(runtime: &Runtime, container_id: &str, command: &[String], started: Moment) {
-    let init = match runtime.container_pid(container_id).await {
+    let init = match runtime.containers.pid(container_id).await {
         Ok(Some(pid)) => pid,
         Ok(None) => {
             debug!(

@@ -338,11 +338,11 @@ impl Probes {
                 self.count_fallback(&before, -1);
             }
             // The next check is one period after the last one, or at once.
-            Change::Period if worker.state.has_counted() => {
+            Change::Period if worker.state.gate.has_counted() => {
                 worker.hot.regular = worker.hot.looked.0.saturating_add(worker.hot.period).max(now);
                 self.timetable.set(id, &mut worker.hot.due, worker.hot.regular);
             }
-            Change::Counting if worker.state.has_counted() => {}
+            Change::Counting if worker.state.gate.has_counted() => {}
             // Perhaps the initial delay is over now. A check that is not due yet costs nothing.
             Change::Period | Change::Counting => {
                 worker.hot.regular = now;
@@ -457,7 +457,7 @@ impl Probes {
         }
         if worker.key.kind != ProbeKind::Startup && status.is_some_and(|s| s.started == Some(true)) {
             let was_due = worker.state.due(now);
-            worker.state.startup_succeeded();
+            worker.state.gate.startup_succeeded();
             if !was_due && worker.state.due(now) {
                 self.timetable.set(id, &mut worker.hot.due, now);
             }

@@ -9,7 +9,11 @@ use beelet_units::{object_name::impossible, shorten::quoted};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, downward, services};
-use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
+use beelet_model::{
+    objects::{Objects, Services},
+    origin::Origin,
+    pod::NodeFacts,
+};
 
 /// Variables in the order of their definition; a later definition of the same name wins in place.
 #[derive(Clone)]
@@ -145,7 +149,11 @@ impl Sources<'_> {
     fn services(&self) -> Result<BTreeMap<String, String>, TooLong> {
         let links = self.pod.spec.as_ref().and_then(|spec| spec.enable_service_links);
         let mut budget = Budget::CONTAINER;
-        let all = services::variables(self.objects.services(), self.namespace(), links != Some(false));
+        let all = services::variables(
+            self.objects.services.iter().flat_map(Services::iter),
+            self.namespace(),
+            links != Some(false),
+        );
         all.map(|(name, value)| {
             budget.spend(name.len().saturating_add(value.len()))?;
             Ok((name, value))
@@ -275,7 +283,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use beelet_model::objects::{Object, Services};
+    use beelet_model::objects::Object;
 
     fn objects() -> Objects {
         let mut objects = Objects::default();
@@ -406,7 +414,7 @@ mod tests {
             objects.add(Path::new("/m/big"), &map);
             let ports: Vec<_> = (1..=60_000).map(|port| json!({"port": port})).collect();
             let service = json!({"metadata": {"name": "s".repeat(60), "namespace": "shop"}, "spec": {"clusterIP": "10.0.0.9", "ports": ports}});
-            objects.set_services(Services::new(vec![serde_json::from_value(service).unwrap()]));
+            objects.services = Some(Services::new(vec![serde_json::from_value(service).unwrap()]));
             let pod = if container.env.is_some() || container.env_from.is_some() {
                 let spec = core::PodSpec { enable_service_links: Some(false), ..Default::default() };
                 core::Pod { spec: Some(spec), ..pod }
@@ -460,7 +468,7 @@ mod tests {
         let service = json!({"metadata": {"name": "db", "namespace": "shop"},
             "spec": {"clusterIP": "10.0.0.9", "ports": [{"port": 5432}]}});
         let mut objects = Objects::default();
-        objects.set_services(Services::new(vec![serde_json::from_value(service).unwrap()]));
+        objects.services = Some(Services::new(vec![serde_json::from_value(service).unwrap()]));
         let check = |spec: serde_json::Value, expected: &[(&str, Option<&str>)]| {
             let pod: core::Pod = serde_json::from_value(
                 json!({"metadata": {"name": "web", "namespace": "shop"}, "spec": spec}),

@@ -173,7 +173,7 @@ fn lives(pod: &core::Pod) {
             let mut state = ProbeState::new(kind, &params);
             let at = Duration::from_secs(5);
             state.container_started(at, at);
-            state.startup_succeeded();
+            state.gate.startup_succeeded();
             let _ = (state.due(at), state.held(at), state.is_steady(at));
             state.record(Duration::MAX, Outcome::Failure);
             let command = probe.exec.iter().flat_map(|exec| exec.command.clone().unwrap_or_default());

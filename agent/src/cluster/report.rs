@@ -47,7 +47,7 @@ pub(super) async fn follow(
         let mut new = facts.borrow().clone();
         ask(&runtime, &mut new).await;
         if images_due <= Instant::now() {
-            if let Ok(images) = runtime.list_images().await {
+            if let Ok(images) = runtime.images.list().await {
                 new.images = status::images(images.into_iter().map(image).collect(), most_images);
             }
             images_due = Instant::now() + IMAGES;

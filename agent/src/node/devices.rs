@@ -25,7 +25,7 @@ pub(super) async fn open(
     };
     // Always list them: a damaged checkpoint shows only when it is read.
     let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
-    let containers = services.runtime.list_containers(Some(ours)).await;
+    let containers = services.runtime.containers.list(Some(ours)).await;
     let containers = containers.unwrap_or_else(|error| {
         warn!(%error, "cannot list the runtime's containers; a lost device checkpoint cannot be rebuilt");
         Vec::new()

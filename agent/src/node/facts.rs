@@ -124,7 +124,7 @@ fn refuse_excesses(excesses: &[Excess]) -> Result<()> {
 
 /// Returns the facts from which cgroup values are computed on this machine.
 pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroups) -> CgroupConfig {
-    let version = match cgroups.version() {
+    let version = match cgroups.paths.version() {
         Version::V1 | Version::Hybrid => CgroupVersion::V1,
         Version::V2 => CgroupVersion::V2,
     };
@@ -162,17 +162,20 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
 /// of its files.
 fn has_controller(cgroups: &Cgroups, controller: &str) -> bool {
     let of_version_1 = |hierarchy: &Hierarchy| !hierarchy.is_v2 && hierarchy.controllers.contains(controller);
-    match cgroups.version() {
-        Version::V2 => cgroups.controllers().contains(controller),
-        Version::V1 | Version::Hybrid => cgroups.hierarchies().iter().any(of_version_1),
+    match cgroups.paths.version() {
+        Version::V2 => cgroups.paths.controllers().contains(controller),
+        Version::V1 | Version::Hybrid => cgroups.paths.hierarchies().iter().any(of_version_1),
     }
 }
 
 /// Returns the machine's swap and its allowed use; None if swap can't be limited. The cgroup `kubepods` must
 /// exist: its file shows if the kernel can limit swap.
 pub(super) fn swap(config: &Config, machine: &Machine, cgroups: &Cgroups) -> Option<Swap> {
-    let file =
-        if cgroups.version() == Version::V2 { "memory.swap.max" } else { "memory.memsw.limit_in_bytes" };
+    let file = if cgroups.paths.version() == Version::V2 {
+        "memory.swap.max"
+    } else {
+        "memory.memsw.limit_in_bytes"
+    };
     let capacity = i64::try_from(machine.swap_bytes).unwrap_or(i64::MAX);
     cgroups.read("/kubepods", file).map(|_| Swap { behavior: config.swap_behavior, capacity })
 }
@@ -229,13 +232,14 @@ pub(super) fn require_reserved_cgroups(config: &Config, cgroups: &Cgroups) -> Re
         ("kubeReservedCgroup", &config.kube_reserved_cgroup),
     ];
     for (field, cgroup) in daemons {
-        let Some(cgroup) = cgroup.as_ref().filter(|cgroup| !cgroups.exists_anywhere(&cgroup.path)) else {
+        let Some(cgroup) = cgroup.as_ref().filter(|cgroup| !cgroups.paths.exists_anywhere(&cgroup.path))
+        else {
             continue;
         };
         bail!(
             "{field}: cgroup {} does not exist; create it and start the daemons in it, or remove its part from \
              enforceNodeAllocatable",
-            cgroups.cri_parent(&cgroup.path)
+            cgroups.paths.cri_parent(&cgroup.path)
         );
     }
     Ok(())

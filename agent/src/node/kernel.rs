@@ -14,7 +14,7 @@ use tracing::{info, warn};
 use beelet_base::blocking::spawn_blocking;
 use beelet_bpf::{Kernel, KernelOptions, PodFolders, Scheduler};
 use beelet_cgroups::{Cgroups, Version};
-use beelet_tuner::{Scheduling, StartScheduler};
+use beelet_tuner::{SchedulerError, Scheduling, StartScheduler};
 use beelet_units::scheduling::SchedulingShare;
 
 /// Starts the kernel half as far as this kernel allows. The kernel half logs missing capabilities.
@@ -82,15 +82,18 @@ fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
 /// Loads the tuner's own scheduler over the pods of these cgroups.
 pub(super) fn scheduler(cgroups: Arc<Cgroups>) -> StartScheduler {
     Arc::new(move || {
-        if cgroups.version() != Version::V2 {
-            return Err("the scheduler needs cgroup version 2 alone to identify pods".to_owned());
+        if cgroups.paths.version() != Version::V2 {
+            let message = "the scheduler needs cgroup version 2 alone to identify pods";
+            return Err(SchedulerError(message.to_owned()));
         }
-        let folder =
-            |path: &str| cgroups.cgroup2_path(path).ok_or_else(|| format!("cgroup {path} does not exist"));
+        let folder = |path: &str| {
+            let missing = || SchedulerError(format!("cgroup {path} does not exist"));
+            cgroups.paths.cgroup2_path(path).ok_or_else(missing)
+        };
         let (root, burstable) = (folder("/kubepods")?, folder("/kubepods/burstable")?);
         let best_effort = folder("/kubepods/besteffort")?;
         let folders = PodFolders { root: &root, burstable: &burstable, best_effort: &best_effort };
-        let scheduler = Scheduler::start(&folders).map_err(|error| error.to_string())?;
+        let scheduler = Scheduler::start(&folders).map_err(|error| SchedulerError(error.to_string()))?;
         Ok(Box::new(Loaded(scheduler)) as Box<dyn Scheduling>)
     })
 }
@@ -103,11 +106,11 @@ impl Scheduling for Loaded {
         &mut self,
         pods: &BTreeMap<u64, SchedulingShare>,
         limits: &BTreeMap<u64, u64>,
-    ) -> Result<(), String> {
-        self.0.share_out(pods, limits).map_err(|error| error.to_string())
+    ) -> Result<(), SchedulerError> {
+        self.0.share_out(pods, limits).map_err(|error| SchedulerError(error.to_string()))
     }
 
-    fn ended(&self) -> Result<Option<String>, String> {
-        self.0.ended().map(|end| end.map(|end| end.reason)).map_err(|error| error.to_string())
+    fn ended(&self) -> Result<Option<String>, SchedulerError> {
+        self.0.ended().map(|end| end.map(|end| end.reason)).map_err(|error| SchedulerError(error.to_string()))
     }
 }

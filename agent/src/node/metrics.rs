@@ -101,7 +101,7 @@ impl Metrics {
         registry.register("kubelet_node_name", "The node's name; always 1", self.node.clone());
         registry.register("kubelet_cgroup_version", "The cgroup version of the memory controller", {
             let version = Gauge::<i64>::default();
-            version.set(if matches!(cgroups.version(), Version::V2) { 2 } else { 1 });
+            version.set(if matches!(cgroups.paths.version(), Version::V2) { 2 } else { 1 });
             version
         });
         let build = Family::<BuildLabel, Gauge>::default();

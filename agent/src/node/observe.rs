@@ -31,7 +31,7 @@ use beelet_api::{
 };
 use beelet_base::filesystem::Space;
 use beelet_bpf::{Kernel, KernelOptions};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_foreign::{Observer, Pulse};
@@ -115,7 +115,7 @@ pub async fn run(options: Options) -> Result<()> {
     let (bpffs, pin_name, keep_pins) = (options.bpffs.clone(), options.pin_name.clone(), options.keep_pins);
     // BPF programs must not outlive the observer.
     let at_once = move || {
-        if !keep_pins && let Err(error) = Kernel::remove_pins(&bpffs, &pin_name) {
+        if !keep_pins && let Err(error) = beelet_bpf::remove_pins(&bpffs, &pin_name) {
             warn!(%error, "cannot remove the BPF programs");
         }
     };
@@ -366,7 +366,8 @@ fn collect_images(
 /// Starts the counting programs for all cgroups below the pods' root.
 async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroups>) -> Result<Kernel> {
     let reading = Arc::clone(cgroups);
-    let roots = spawn_blocking(move || reading.pods_roots()).await.context("cannot read the cgroups")?;
+    let roots =
+        spawn_blocking(move || search::pods_roots(&reading)).await.context("cannot read the cgroups")?;
     let root = match roots.as_slice() {
         [] => {
             info!("found no kubepods cgroup yet; measuring all cgroups below {}", options.cgroup_root);
@@ -376,8 +377,9 @@ async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroup
         several => {
             let reading = Arc::clone(cgroups);
             let ids = running(runtime).await?;
-            let cgroups =
-                spawn_blocking(move || reading.find_containers(&ids.iter().map(String::as_str).collect()));
+            let cgroups = spawn_blocking(move || {
+                search::containers(&reading, &ids.iter().map(String::as_str).collect())
+            });
             let cgroups = cgroups.await.context("cannot read the cgroups")?;
             let ours = root_of(several, &cgroups.into_values().collect::<Vec<_>>());
             if ours.is_none() {
@@ -395,7 +397,7 @@ async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroup
     let options = KernelOptions {
         bpffs: options.bpffs.clone(),
         pin_name: options.pin_name.clone(),
-        cgroup: cgroups.cgroup2_path(root).unwrap_or_default(),
+        cgroup: cgroups.paths.cgroup2_path(root).unwrap_or_default(),
         mode: options.bpf,
         ..KernelOptions::default()
     };
@@ -406,7 +408,7 @@ async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroup
 
 /// Returns the ids of the runtime's running containers.
 async fn running(runtime: &Runtime) -> Result<Vec<String>> {
-    let containers = runtime.list_containers(None).await?;
+    let containers = runtime.containers.list(None).await?;
     let runs = |container: &cri::Container| container.state() == cri::ContainerState::ContainerRunning;
     Ok(containers.into_iter().filter(runs).map(|container| container.id).collect())
 }

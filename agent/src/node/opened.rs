@@ -66,7 +66,7 @@ impl Node {
         let reported = runtimes_cgroup_driver(&services.runtime).await?;
         if let Some(driver) = effective_driver(config.cgroup_driver, reported) {
             cgroups = Arc::new(Cgroups::clone(&cgroups).with_driver(driver)?);
-            cgroups.require_root()?;
+            cgroups.paths.require_root()?;
         }
         let machine = match &services.doors.machine {
             Some(machine) => machine.clone(),
@@ -175,7 +175,7 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
     KernelOptions {
         bpffs: config.beelet.bpffs.clone(),
         pin_name: config.beelet.pin_name.clone(),
-        cgroup: cgroups.cgroup2_path("/kubepods").unwrap_or_default(),
+        cgroup: cgroups.paths.cgroup2_path("/kubepods").unwrap_or_default(),
         mode: config.beelet.bpf,
         object: config.beelet.bpf_log.clone(),
         pressure_edges: config.beelet.pressure_edges,

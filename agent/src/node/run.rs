@@ -121,19 +121,19 @@ fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
             beelet_units::cgroup_driver::CgroupDriver::Cgroupfs,
         )?),
     };
-    if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
+    if config.fail_cgroup_v1 && cgroups.paths.version() != Version::V2 {
         bail!(
             "this machine's cgroups are {}, but failCgroupV1 is true; boot with systemd.unified_cgroup_hierarchy=1, or \
              remove failCgroupV1 from the configuration",
-            cgroups.version()
+            cgroups.paths.version()
         );
     }
-    cgroups.require_root()?;
-    if config.single_process_oom_kill == Some(false) && cgroups.version() != Version::V2 {
+    cgroups.paths.require_root()?;
+    if config.single_process_oom_kill == Some(false) && cgroups.paths.version() != Version::V2 {
         bail!(
             "this machine's cgroups are {}, but singleProcessOOMKill is false, which needs version 2 to kill a whole \
              container at once; remove singleProcessOOMKill from the configuration",
-            cgroups.version()
+            cgroups.paths.version()
         );
     }
     Ok(cgroups)

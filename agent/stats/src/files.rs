@@ -351,7 +351,7 @@ mod tests {
             std::fs::write(dir.join(place).join("c").join(file), text).unwrap();
         }
         let layout = Layout { version, hierarchies };
-        Cgroups::over_folders(layout, "/").unwrap().open("/c").unwrap()
+        CgroupDirs::open(&Cgroups::over_folders(layout, "/").unwrap(), "/c").unwrap()
     }
 
     const V1: &[(&str, &str, &str)] = &[

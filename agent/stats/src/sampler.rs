@@ -22,8 +22,8 @@ use crate::Scope;
 use beelet_base::clock::monotonic_ns;
 use beelet_base::{kernel_file, machine_memory};
 use beelet_bpf::Interfering;
-use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
+use beelet_cgroups::{Cgroups, memory, search};
 use beelet_model::disk::{DiskUse, Places, VolumesUse};
 use beelet_model::table::PodTable;
 use tokio::sync::watch;
@@ -216,10 +216,11 @@ impl Sampler {
     }
 
     fn find(&mut self, missing: &HashSet<&str>, now: u64) {
-        let mut found = self.cgroups.find_containers(missing);
+        let mut found = search::containers(&self.cgroups, missing);
         for id in missing {
             // The cgroup may have been removed by now.
-            let opened = found.remove(*id).and_then(|path| Some((self.cgroups.open(&path).ok()?, path)));
+            let opened =
+                found.remove(*id).and_then(|path| Some((CgroupDirs::open(&self.cgroups, &path).ok()?, path)));
             let Some((dirs, path)) = opened else {
                 let (_, wait) = self.lost.get(*id).copied().unwrap_or((0, SEARCH_AGAIN));
                 self.lost
@@ -291,7 +292,8 @@ impl Sampler {
         };
         if let Some(depth) = depth {
             if tracked.cgroup.as_ref().is_none_or(|(known, _)| known != path) {
-                tracked.cgroup = self.cgroups.open(path).ok().map(|dirs| (path.to_owned(), dirs));
+                tracked.cgroup =
+                    CgroupDirs::open(&self.cgroups, path).ok().map(|dirs| (path.to_owned(), dirs));
             }
             if let Some((_, dirs)) = &mut tracked.cgroup {
                 pod.reading = files::read(dirs, depth, None, monotonic_ns(), &mut self.buffer);
@@ -321,7 +323,7 @@ impl Sampler {
         let (cpu_ns, booted) = parse::machine_cpu(&stat, rustix::param::clock_ticks_per_second());
         let stalls = ["cpu", "memory", "io"].map(|kind| parse::stalls(&read(&format!("pressure/{kind}"))));
         let of_meminfo = |name| machine_memory::meminfo(&meminfo, name);
-        let memory = self.cgroups.machine_memory(&meminfo).unwrap_or_default();
+        let memory = memory::of_machine(&self.cgroups, &meminfo).unwrap_or_default();
         let vmstat = if full { read("vmstat") } else { String::new() };
         self.machine.push(at_ns, MachineCounters { cpu_ns: cpu_ns.unwrap_or(0), stalls });
         let cpu = self
@@ -359,8 +361,8 @@ impl Sampler {
     }
 
     fn all_pods(&mut self) -> Option<(String, Reading)> {
-        let root = self.cgroups.pods_roots().into_iter().next()?;
-        let mut dirs = self.cgroups.open(&root).ok()?;
+        let root = search::pods_roots(&self.cgroups).into_iter().next()?;
+        let mut dirs = CgroupDirs::open(&self.cgroups, &root).ok()?;
         let reading = files::read(&mut dirs, Depth::Page, None, monotonic_ns(), &mut self.buffer)?;
         Some((root, reading))
     }

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use beelet_bpf::{Interfering, NOBODY, Reclaimers};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_policy::tuner::reclaim::{self, Freed, Place, ShortBelow, is_at_limit};
 
 use super::model::{ContainerStats, Holder, PodStats, Reading, WaitedFor, Who};
@@ -94,7 +94,7 @@ impl Names {
             return;
         }
         self.searched_at = Some(now_ns);
-        for (id, path) in cgroups.find_ids(&missing) {
+        for (id, path) in search::by_ids(cgroups, &missing) {
             self.known.insert(id, who_is_at(path, pods));
         }
     }

@@ -16,7 +16,7 @@ use beelet_policy::resources::{
 };
 
 use super::targets::{Target, TargetContainer};
-use beelet_cgroups::{Cgroups, Version};
+use beelet_cgroups::{Cgroups, Version, held, search};
 use beelet_model::{
     pod::running,
     table::{PodEntry, PodName, PodTable},
@@ -52,7 +52,7 @@ impl Foreign {
 
     /// Returns the cgroup of the kubelet's BestEffort pods.
     pub(super) fn best_effort(&self) -> Option<String> {
-        let root = self.cgroups.pods_roots().into_iter().next()?;
+        let root = search::pods_roots(&self.cgroups).into_iter().next()?;
         let last = root.rsplit('/').next().unwrap_or_default();
         Some(match last.strip_suffix(".slice") {
             Some(slice) => format!("{root}/{slice}-besteffort.slice"),
@@ -71,7 +71,7 @@ impl Foreign {
             return;
         }
         self.searched = Some(now);
-        let found = self.cgroups.find_containers(&unknown);
+        let found = search::containers(&self.cgroups, &unknown);
         self.missing =
             unknown.iter().filter(|id| !found.contains_key(**id)).map(|id| (*id).to_owned()).collect();
         self.found.extend(found);
@@ -101,8 +101,8 @@ impl Foreign {
 
     /// Returns millicores, at least the request.
     fn cpu_request(&self, cgroup: &str, class: QosClass) -> u64 {
-        let value = |file: &str| self.cgroups.owners_value(cgroup, file)?.parse::<u64>().ok();
-        let millis = match (class, self.cgroups.version()) {
+        let value = |file: &str| held::owners_value(&self.cgroups, cgroup, file)?.parse::<u64>().ok();
+        let millis = match (class, self.cgroups.paths.version()) {
             (QosClass::BestEffort, _) => return 0,
             (_, Version::V2) => value("cpu.weight").and_then(weight_to_millis),
             (_, _) => value("cpu.shares").and_then(shares_to_millis),
@@ -116,7 +116,7 @@ impl Foreign {
             return 0;
         }
         let protected = ["memory.min", "memory.low"].into_iter().filter_map(|file| {
-            self.cgroups.owners_value(cgroup, file)?.parse::<u64>().ok().filter(|bytes| *bytes > 0)
+            held::owners_value(&self.cgroups, cgroup, file)?.parse::<u64>().ok().filter(|bytes| *bytes > 0)
         });
         protected.max().unwrap_or(u64::MAX)
     }

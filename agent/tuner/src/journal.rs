@@ -7,7 +7,7 @@ use beelet_policy::tuner::Knob;
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
-use beelet_cgroups::{CgroupError, Cgroups, order};
+use beelet_cgroups::{CgroupError, Cgroups, held, order};
 use beelet_state::{Loaded, State, StateError};
 
 /// The name of the durable record.
@@ -142,15 +142,15 @@ pub(super) fn restore(
     entry: &Entry,
 ) -> Result<Restored, CgroupError> {
     let Some(now) = cgroups.read(cgroup, file) else {
-        cgroups.let_go(cgroup, file);
+        held::let_go(cgroups, cgroup, file);
         return Ok(Restored::Gone);
     };
     if !is_ours(file, &now, entry) {
         info!(cgroup, file, now, "another process has set this file since; leaving it as it is");
-        cgroups.let_go(cgroup, file);
+        held::let_go(cgroups, cgroup, file);
         return Ok(Restored::Foreign);
     }
-    cgroups.release(cgroup, file, &entry.owners)?;
+    held::release(cgroups, cgroup, file, &entry.owners)?;
     Ok(Restored::Done)
 }
 

@@ -3,7 +3,7 @@
 use beelet_policy::tuner::{Knob, KnobKind, Supports};
 
 use beelet_base::kernel_release;
-use beelet_cgroups::{Cgroups, Version};
+use beelet_cgroups::{Cgroups, Version, held};
 
 /// A file that a knob changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ const SHORTEST_QUOTA: u64 = 1000;
 
 /// Returns the files of `knob`, and their contents for `value`, in the order of restoring them.
 pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Setting> {
-    let v2 = cgroups.version() == Version::V2;
+    let v2 = cgroups.paths.version() == Version::V2;
     let weight = if v2 { "cpu.weight" } else { "cpu.shares" };
     match knob.kind {
         // The kernel refuses a weight while a cgroup is idle, and drops the earlier one (kernel/sched/fair.c,
@@ -41,7 +41,7 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
             let quota = |period: u64| (value * period / 1000).max(SHORTEST_QUOTA);
             let number = |file| cgroups.read(&knob.cgroup, file).and_then(|text| text.parse::<u64>().ok());
             if v2 {
-                let period = cgroups.owners_value(&knob.cgroup, "cpu.max");
+                let period = held::owners_value(cgroups, &knob.cgroup, "cpu.max");
                 let period = period.and_then(|max| max.split(' ').nth(1)?.parse().ok()).unwrap_or(100_000);
                 vec![Setting::new("cpu.max", &format!("{} {period}", quota(period)))]
             } else {
@@ -75,19 +75,19 @@ pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
     Supports {
         idle: has("cpu.idle"),
         harmless_caps: kernel_release::running() >= STOPS_OUTSIDE,
-        memory_high: cgroups.version() == Version::V2 && has("memory.high"),
+        memory_high: cgroups.paths.version() == Version::V2 && has("memory.high"),
         burst: has(burst_file(cgroups)),
         weights: true,
     }
 }
 
 fn burst_file(cgroups: &Cgroups) -> &'static str {
-    if cgroups.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" }
+    if cgroups.paths.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" }
 }
 
 /// Returns the quota of a cgroup in microseconds per period; `None` without a quota.
 pub(super) fn quota(cgroups: &Cgroups, cgroup: &str) -> Option<u64> {
-    let file = if cgroups.version() == Version::V2 { "cpu.max" } else { "cpu.cfs_quota_us" };
+    let file = if cgroups.paths.version() == Version::V2 { "cpu.max" } else { "cpu.cfs_quota_us" };
     // `max` and `-1` do not parse.
-    cgroups.owners_value(cgroup, file)?.split(' ').next()?.parse().ok()
+    held::owners_value(cgroups, cgroup, file)?.split(' ').next()?.parse().ok()
 }

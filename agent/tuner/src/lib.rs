@@ -10,6 +10,7 @@ mod engine;
 mod events;
 mod foreign;
 mod history;
+mod holder;
 mod journal;
 mod knobs;
 mod metrics;
@@ -40,7 +41,7 @@ pub use self::{
     engine::{Engine, recover},
     events::record_events,
     metrics::Metrics,
-    rung::{Scheduling, StartScheduler},
+    rung::{SchedulerError, Scheduling, StartScheduler},
     sample::{Freed, Holders, KernelHalf, Source},
     targets::{Target, TargetContainer},
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},

@@ -19,7 +19,7 @@ use super::{
     sample::{LEAST_MICROS, Source, p99_us, permille},
     targets::Target,
 };
-use beelet_cgroups::{Cgroups, Pressure};
+use beelet_cgroups::{Cgroups, Pressure, stats};
 
 /// Time for which all containers are sampled once one may have suffered.
 pub(super) const ALERT: Duration = Duration::from_secs(10);
@@ -89,7 +89,7 @@ struct StallLook<'a> {
 
 impl StallLook<'_> {
     fn at(&self, cgroup: &str) -> Option<StallCount> {
-        Some(StallCount { at: self.now, us: self.cgroups.stalled(cgroup, self.pressure)?.some_us })
+        Some(StallCount { at: self.now, us: stats::stalled(self.cgroups, cgroup, self.pressure)?.some_us })
     }
 }
 

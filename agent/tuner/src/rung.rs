@@ -6,12 +6,17 @@
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_policy::{resources::qos::QosClass, tuner::scheduler::share};
 use beelet_units::scheduling::SchedulingShare;
 use tracing::{info, warn};
 
 use super::{metrics::Metrics, targets::Target};
+
+/// A failure of the scheduler, with its cause as a text for users.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct SchedulerError(pub String);
 
 /// A loaded scheduler. Dropping the value unloads it.
 pub trait Scheduling: Send {
@@ -19,22 +24,22 @@ pub trait Scheduling: Send {
     /// cgroup id.
     ///
     /// # Errors
-    /// The failure, as a message.
+    /// The kernel refuses.
     fn share_out(
         &mut self,
         pods: &BTreeMap<u64, SchedulingShare>,
         limits: &BTreeMap<u64, u64>,
-    ) -> Result<(), String>;
+    ) -> Result<(), SchedulerError>;
 
     /// Returns the reason if the kernel has unloaded the scheduler; `None` while it runs.
     ///
     /// # Errors
-    /// The failure, as a message.
-    fn ended(&self) -> Result<Option<String>, String>;
+    /// The kernel refuses.
+    fn ended(&self) -> Result<Option<String>, SchedulerError>;
 }
 
 /// A function that loads a scheduler.
-pub type StartScheduler = Arc<dyn Fn() -> Result<Box<dyn Scheduling>, String> + Send + Sync>;
+pub type StartScheduler = Arc<dyn Fn() -> Result<Box<dyn Scheduling>, SchedulerError> + Send + Sync>;
 
 /// State of the rung.
 pub(super) enum Rung {
@@ -71,15 +76,15 @@ impl Rung {
                     );
                     Self::Loaded(scheduler)
                 }
-                Err(reason) => Self::lost("cannot load the scheduler", &reason, metrics),
+                Err(error) => Self::lost("cannot load the scheduler", &error.to_string(), metrics),
             };
         }
         let Self::Loaded(scheduler) = self else { return metrics.scheduler(false) };
         let (shares, limits) = parts(cgroups, pods);
         let failed = match scheduler.ended() {
-            Ok(None) => scheduler.share_out(&shares, &limits).err(),
+            Ok(None) => scheduler.share_out(&shares, &limits).err().map(|error| error.to_string()),
             Ok(Some(reason)) => Some(reason),
-            Err(reason) => Some(reason),
+            Err(error) => Some(error.to_string()),
         };
         if let Some(reason) = failed {
             *self = Self::lost("the kernel unloaded the scheduler", &reason, metrics);
@@ -133,14 +138,16 @@ fn parts(cgroups: &Cgroups, pods: &[Target]) -> (BTreeMap<u64, SchedulingShare>,
     let (mut shares, mut limits) = (BTreeMap::new(), BTreeMap::new());
     for pod in pods {
         let share = share(pod.class, pod.priority, pod.cpu_request);
-        shares.extend(cgroups.cgroup_id(&pod.cgroup).map(|id| (id, share)));
+        shares.extend(cgroups.paths.cgroup_id(&pod.cgroup).map(|id| (id, share)));
         if pod.class == QosClass::BestEffort || !pod.is_limited {
             continue;
         }
         for container in &pod.containers {
-            let Some(path) = cgroups.container_path(&pod.cgroup, &container.id) else { continue };
+            let Some(path) = search::container(cgroups, &pod.cgroup, &container.id) else {
+                continue;
+            };
             let limit = cgroups.read(&path, "cpu.max").and_then(|text| millicores(&text));
-            limits.extend(cgroups.cgroup_id(&path).zip(limit));
+            limits.extend(cgroups.paths.cgroup_id(&path).zip(limit));
         }
     }
     (shares, limits)

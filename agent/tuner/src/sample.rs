@@ -13,7 +13,7 @@ use super::{
     knobs::quota,
     targets::{Target, TargetContainer},
 };
-use beelet_cgroups::{Cgroups, Pressure, Version};
+use beelet_cgroups::{Cgroups, Pressure, Version, memory, search, stats};
 
 /// Minimum time between two looks for a meaningful rate.
 pub(super) const LEAST_MICROS: u128 = 10_000;
@@ -153,7 +153,7 @@ impl SampleRound<'_> {
     }
 
     fn pod(&mut self, pod: &Target) -> Option<PodSample> {
-        let memory = self.cgroups.memory_use(&pod.cgroup)?;
+        let memory = memory::of(self.cgroups, &pod.cgroup)?;
         let rates = self.rates(&pod.cgroup)?;
         let containers: Vec<ContainerSample> = pod
             .containers
@@ -161,7 +161,7 @@ impl SampleRound<'_> {
             .filter_map(|container| self.container(pod, container, rates.throttled))
             .collect();
         // Version 1 refuses a quota below one of the containers'; on version 2 the tighter one applies.
-        let can_cap = self.cgroups.version() == Version::V2
+        let can_cap = self.cgroups.paths.version() == Version::V2
             || containers.iter().all(|container| container.quota_us.is_none());
         Some(PodSample {
             name: pod.name.clone(),
@@ -188,12 +188,12 @@ impl SampleRound<'_> {
         container: &TargetContainer,
         pod_throttled: Option<u32>,
     ) -> Option<ContainerSample> {
-        let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
+        let cgroup = search::container(self.cgroups, &pod.cgroup, &container.id)?;
         let rates = self.rates(&cgroup)?;
         // A container that never waits for memory is not at its limit either. These files are the most
         // expensive ones.
         let waits = rates.memory_stall.is_some_and(|stall| stall > 0);
-        let memory = if waits { self.cgroups.memory_use(&cgroup) } else { None };
+        let memory = if waits { memory::of(self.cgroups, &cgroup) } else { None };
         Some(ContainerSample {
             name: container.name.clone(),
             cpu_wait_permille: rates.cpu_wait,
@@ -209,16 +209,16 @@ impl SampleRound<'_> {
 
     /// Returns the rates of a cgroup; `None` if it no longer exists.
     fn rates(&mut self, cgroup: &str) -> Option<Rates> {
-        let cpu = self.cgroups.cpu_use(cgroup)?;
-        let id = if self.kernel.is_empty() { None } else { self.cgroups.cgroup_id(cgroup) };
+        let cpu = stats::cpu(self.cgroups, cgroup)?;
+        let id = if self.kernel.is_empty() { None } else { self.cgroups.paths.cgroup_id(cgroup) };
         self.ids.extend(id.map(|id| (cgroup.to_owned(), id)));
         let kernel = id.and_then(|id| self.kernel.get(&id)).copied();
-        let memory = self.cgroups.stalled(cgroup, Pressure::Memory);
+        let memory = stats::stalled(self.cgroups, cgroup, Pressure::Memory);
         let now = CgroupCounters {
             at: self.now,
             used_ns: cpu.used_ns,
             throttled_ns: cpu.throttled_ns,
-            cpu_stall_us: self.cgroups.stalled(cgroup, Pressure::Cpu).map(|stalled| stalled.some_us),
+            cpu_stall_us: stats::stalled(self.cgroups, cgroup, Pressure::Cpu).map(|stalled| stalled.some_us),
             memory_stall_us: memory.map(|stalled| stalled.some_us),
             memory_still_us: memory.and_then(|stalled| stalled.full_us),
             kernel,

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search, stats};
 use beelet_policy::{
     resources::qos::QosClass,
     tuner::{Knob, KnobKind, Law},
@@ -46,10 +46,10 @@ impl Throttled {
         let bound = near(law.throttled_permille.into(), law);
         let mut found = Vec::new();
         for pod in pods.iter().filter(|pod| pod.is_limited && pod.class != QosClass::BestEffort) {
-            let paths = pod.containers.iter().filter_map(|c| cgroups.container_path(&pod.cgroup, &c.id));
+            let paths = pod.containers.iter().filter_map(|c| search::container(cgroups, &pod.cgroup, &c.id));
             let throttled_ns: BTreeMap<String, u64> = paths
                 .chain([pod.cgroup.clone()])
-                .filter_map(|path| Some((path.clone(), cgroups.throttled_ns(&path)?)))
+                .filter_map(|path| Some((path.clone(), stats::throttled_ns(cgroups, &path)?)))
                 .collect();
             let before = before.remove(&pod.cgroup);
             let is_near = before.as_ref().is_some_and(|before| {

@@ -30,7 +30,7 @@ pub(crate) async fn read(
     for volume in used_volumes(pod) {
         if let Err(why) = claims::check_kind(volume, namespace_of(pod)) {
             volumes.push(volume.name.clone());
-            whys.push(why);
+            whys.push(why.to_string());
         }
     }
     let claimed = used_volumes(pod).filter_map(|volume| Some((volume, claims::claim_of(pod, volume)?)));
@@ -80,15 +80,15 @@ async fn read_one(
     let storage = storage.ok_or_else(|| failed("this node has no API server".to_owned()))?;
     let claim = storage.claim(namespace, &name.name).await;
     let claim = claim.map_err(|why| failed(format!("failed to fetch PVC from API server: {why}")))?;
-    let bound = claims::bound_volume(pod, name, &claim).map_err(failed)?;
+    let bound = claims::bound_volume(pod, name, &claim).map_err(|why| failed(why.to_string()))?;
     let found = storage.volume(bound).await;
     let found = found.map_err(|why| failed(format!("failed to fetch PV {bound} from API server: {why}")))?;
-    claims::check_volume(pod, volume, &claim, &found).map_err(failed)?;
+    claims::check_volume(pod, volume, &claim, &found).map_err(|why| failed(why.to_string()))?;
     if removed_kinds::is_removed_of_claim(&found) {
         return Err(removed_kinds::no_plugin(bound));
     }
     let found = match migration::of_claim(&found) {
-        Some(migrated) => migrated?,
+        Some(migrated) => migrated.map_err(|why| why.to_string())?,
         None => found,
     };
     Ok(Claimed { volume: Arc::new(found), claim: Arc::new(claim), read_only: name.read_only })

@@ -150,8 +150,8 @@ fn payload<'o>(
 fn lacks_token(volume: &core::Volume, sources: &Sources<'_>) -> bool {
     let projections = volume.projected.iter().flat_map(|projected| projected.sources.iter().flatten());
     let mut tokens = projections.filter_map(|projection| projection.service_account_token.as_ref());
-    sources.objects.are_tokens_optional()
-        && tokens.any(|source| sources.objects.token(&references::token(sources.pod, source)).is_none())
+    sources.objects.tokens.are_optional
+        && tokens.any(|source| sources.objects.tokens.get(&references::token(sources.pod, source)).is_none())
 }
 
 fn mode_of(mode: Option<i32>) -> i32 {
@@ -323,10 +323,10 @@ impl<'o> Files<'_, 'o> {
         } else if let Some(source) = &projection.service_account_token {
             let of = references::token(self.sources.pod, source);
             let objects = self.sources.objects;
-            let token = match objects.token(&of) {
+            let token = match objects.tokens.get(&of) {
                 Some(token) => token,
                 // A program that finds no file may refuse to start; the API server rejects an empty token.
-                None if objects.are_tokens_optional() => "",
+                None if objects.tokens.are_optional => "",
                 None => {
                     let account = of.service_account;
                     return Err(Error::unmet(format!("the service account {account} has no token yet")));
@@ -334,10 +334,10 @@ impl<'o> Files<'_, 'o> {
             };
             self.add_identity(&source.path, token.as_bytes(), mode)
         } else if let Some(source) = &projection.cluster_trust_bundle {
-            let bundles = self.sources.objects.trust_bundles();
+            let bundles = self.sources.objects.trust_bundles.as_deref();
             let bundles = bundles
                 .ok_or_else(|| Error::unmet("the API server has not listed ClusterTrustBundles yet"))?;
-            let file = trust_bundles::file(source, bundles).map_err(Error::unmet)?;
+            let file = trust_bundles::file(source, bundles).map_err(Error::unmet_of)?;
             self.add_identity(&source.path, file, mode)
         } else {
             Err(Error::unmet("a projection has an unknown kind"))
@@ -440,13 +440,13 @@ mod tests {
             (files.ok().map(|files| files["token"].bytes.to_vec()), lacks_token(&volume, &sources))
         };
         assert_eq!(look(&objects), (None, false));
-        objects.do_without_tokens();
+        objects.tokens.are_optional = true;
         assert_eq!(look(&objects), (Some(Vec::new()), true));
         let of = references::tokens(&core::Pod {
             spec: Some(core::PodSpec { volumes: Some(vec![volume.clone()]), ..Default::default() }),
             ..pod.clone()
         });
-        objects.add_token(of.into_iter().next().unwrap(), "t".into());
+        objects.tokens.add(of.into_iter().next().unwrap(), "t".into());
         assert_eq!(look(&objects), (Some(b"t".to_vec()), false));
     }
 
@@ -487,7 +487,7 @@ mod tests {
             let (pod, volume) =
                 (serde_json::from_value(pod).unwrap(), serde_json::from_value(volume).unwrap());
             let (mut objects, node) = (objects(), beelet_spec::fixtures::node());
-            objects.do_without_tokens();
+            objects.tokens.are_optional = true;
             let sources =
                 Sources { pod: &pod, objects: &objects, node: &node, prepared: &Prepared::default() };
             let files = payload(&volume, &sources, &mut Allowance::default()).unwrap().unwrap();

@@ -424,7 +424,7 @@ fn volume_of(spec: &Spec<'_>, namespace: &str) -> Result<FlexVolume, Error> {
         Some(Claimed { volume, read_only, .. }) => policy::of_claim(volume, *read_only, namespace),
         None => policy::of_pod(spec.volume, namespace).map(Ok),
     };
-    found.unwrap_or_else(|| Err("the volume has no flexVolume".to_owned())).map_err(Error::unmet)
+    found.ok_or_else(|| Error::unmet("the volume has no flexVolume"))?.map_err(Error::unmet_of)
 }
 
 impl VolumePlugin for FlexVolumes {

@@ -68,13 +68,13 @@ fn main() {
 fn ledger(resources: &[&str]) -> policy::Devices {
     let mut devices = policy::Devices::default();
     for resource in resources {
-        devices.register(resource, PluginOptions::default());
+        devices.inventory.register(resource, PluginOptions::default());
         let device = |i: usize| Device {
             id: id(i),
             health: Health::Healthy,
             numa_nodes: vec![i64::try_from(i % NODES).unwrap()],
         };
-        devices.list(resource, (0..DEVICES).map(device));
+        devices.inventory.list(resource, (0..DEVICES).map(device));
     }
     for pod in 0..PODS {
         decide(&mut devices, &format!("pod-{pod}"), resources, PER_POD, TopologyPolicy::None);
@@ -99,7 +99,7 @@ fn decide(
     loop {
         match admission.next(devices).unwrap() {
             Next::Free => {
-                devices.free_inactive(|_| true);
+                devices.holders.free_inactive(|_| true);
             }
             Next::Allocate { .. } => admission.allocated(devices, Vec::new()),
             Next::Done => return,

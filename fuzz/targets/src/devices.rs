@@ -41,15 +41,15 @@ pub fn device_plugin(input: &[u8]) {
                 let asks = below(&mut from, 2) == 1;
                 let options =
                     PluginOptions { get_preferred_allocation_available: asks, ..PluginOptions::default() };
-                devices.register(resource, options);
+                devices.inventory.register(resource, options);
             }
-            1 => devices.list(resource, plugin::devices(list(&mut from))),
-            2 => devices.stopped(resource, now),
+            1 => devices.inventory.list(resource, plugin::devices(list(&mut from))),
+            2 => devices.inventory.stopped(resource, now),
             3 => {
                 now += Duration::from_secs(below(&mut from, 400) as u64);
-                devices.capacity_meanwhile(now);
+                devices.inventory.capacity_meanwhile(now);
             }
-            4 => devices.forget(PODS[below(&mut from, PODS.len())]),
+            4 => devices.holders.forget(PODS[below(&mut from, PODS.len())]),
             5 => devices = reread(&devices, now),
             _ => admit(&mut devices, &mut from),
         }
@@ -62,12 +62,12 @@ pub fn device_plugin(input: &[u8]) {
 fn messages(input: &[u8]) {
     if let Ok(list) = ListAndWatchResponse::decode(input) {
         let mut devices = Devices::default();
-        devices.register(RESOURCES[0], PluginOptions::default());
-        devices.list(RESOURCES[0], plugin::devices(list));
-        let there = devices.devices_of(RESOURCES[0]);
+        devices.inventory.register(RESOURCES[0], PluginOptions::default());
+        devices.inventory.list(RESOURCES[0], plugin::devices(list));
+        let there = devices.inventory.devices_of(RESOURCES[0]);
         let ids: BTreeSet<&str> = there.iter().map(|device| device.id.as_str()).collect();
         assert_eq!(ids.len(), there.len(), "an id is listed twice");
-        devices.capacity(Duration::ZERO);
+        devices.inventory.capacity(Duration::ZERO);
         reread(&devices, Duration::ZERO);
     }
     if let Ok(request) = RegisterRequest::decode(input) {
@@ -145,8 +145,8 @@ fn admit(devices: &mut Devices, from: &mut Unstructured<'_>) {
 
 fn nothing_is_held_twice(devices: &Devices) {
     let mut holders: BTreeMap<(&str, String), &str> = BTreeMap::new();
-    for pod in devices.pods() {
-        for (resource, held) in devices.held(pod).into_iter().flat_map(BTreeMap::values).flatten() {
+    for pod in devices.holders.pods() {
+        for (resource, held) in devices.holders.held(pod).into_iter().flat_map(BTreeMap::values).flatten() {
             for id in held.ids() {
                 let other = holders.insert((resource, id), pod);
                 assert!(
@@ -163,10 +163,10 @@ fn nothing_is_held_twice(devices: &Devices) {
 fn reread(devices: &Devices, now: Duration) -> Devices {
     let file = devices.checkpoint().write().unwrap();
     let again = Devices::read(&file, now).unwrap();
-    assert!(devices.pods().eq(again.pods()));
-    for pod in devices.pods() {
-        assert_eq!(devices.held(pod), again.held(pod));
-        for held in devices.held(pod).into_iter().flat_map(BTreeMap::values) {
+    assert!(devices.holders.pods().eq(again.holders.pods()));
+    for pod in devices.holders.pods() {
+        assert_eq!(devices.holders.held(pod), again.holders.held(pod));
+        for held in devices.holders.held(pod).into_iter().flat_map(BTreeMap::values) {
             let mut config = cri::ContainerConfig::default();
             options::merge(held).apply(&mut config, false);
             let annotations = annotation::encode(held).map(|text| (labels::DEVICES.to_owned(), text));

@@ -258,10 +258,10 @@ pub fn checkpoint(input: &[u8]) {
     let written = devices.checkpoint().write().unwrap();
     let again = Devices::read(&written, Duration::ZERO).unwrap();
     assert_eq!(again.checkpoint().write().unwrap(), written);
-    for pod in devices.pods() {
-        assert_eq!(devices.held(pod), again.held(pod));
+    for pod in devices.holders.pods() {
+        assert_eq!(devices.holders.held(pod), again.holders.held(pod));
     }
-    assert!(devices.resources().eq(again.resources()));
+    assert!(devices.inventory.resources().eq(again.inventory.resources()));
 }
 
 /// Tests the record of resource claims, and its data under a matching checksum: the written record reads

@@ -168,7 +168,7 @@ fn objects() -> Objects {
         objects.add(&Path::new("/s").join(namespace), &secret);
         services.push(serde_json::from_value(service).unwrap());
     }
-    objects.set_services(Services::new(services));
+    objects.services = Some(Services::new(services));
     objects
 }
 

@@ -8,7 +8,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
+use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version, kill, memory, stats};
 use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts, node_cgroups, pod_cgroup,
 };
@@ -61,7 +61,7 @@ fn files(values: &[(&str, String)]) -> Files {
 }
 
 fn memory_limit(cgroups: &Cgroups, bytes: u64) -> Files {
-    let file = if cgroups.version() == Version::V2 { "memory.max" } else { "memory.limit_in_bytes" };
+    let file = if cgroups.paths.version() == Version::V2 { "memory.max" } else { "memory.limit_in_bytes" };
     files(&[(file, bytes.to_string())])
 }
 
@@ -91,14 +91,14 @@ fn pods() -> Vec<Pod> {
 
 /// Returns the weight of each pod, from the files of the cgroups that compete: kubepods' children.
 fn weights(cgroups: &Cgroups) -> [f64; 3] {
-    let file = if cgroups.version() == Version::V2 { "cpu.weight" } else { "cpu.shares" };
+    let file = if cgroups.paths.version() == Version::V2 { "cpu.weight" } else { "cpu.shares" };
     let of = |path: &str| cgroups.read(path, file).unwrap().parse::<f64>().unwrap();
     [of("/kubepods/podguaranteed"), of("/kubepods/burstable"), of("/kubepods/besteffort")]
 }
 
 fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     let (root, cgroups) = setup("beelet-cgroup-shares");
-    let version = if cgroups.version() == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
+    let version = if cgroups.paths.version() == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
     let node = NodeAmounts { memory_capacity: 0, allocatable_millis: 2000, allocatable_memory: 1 << 33 };
     // Quotas are off: they would limit a pod by something other than its share.
     let config = CgroupConfig {
@@ -122,7 +122,7 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     first.set(0);
     let busy: Vec<Process> =
         paths.iter().map(|path| process_in(&root, path, "while :; do :; done")).collect();
-    let used = || paths.map(|path| cgroups.cpu_use(path).unwrap().used_ns as f64 / 1e9);
+    let used = || paths.map(|path| stats::cpu(&cgroups, path).unwrap().used_ns as f64 / 1e9);
     wait_until("all of them to run", || used().iter().all(|seconds| *seconds > 0.0));
     // The affinity is set only now: a process that joins a cgroup with a cpuset may run on all of its CPUs
     // again (before Linux 6.2).
@@ -150,7 +150,7 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
 fn cpu_time_is_shared_as_the_kubelets_weights_say() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-version");
-    let v1 = cgroups.version() != Version::V2;
+    let v1 = cgroups.paths.version() != Version::V2;
     share_cpu_time(
         CpuWeightFormula::Kubelet,
         Some(if v1 { [1024.0, 512.0, 2.0] } else { [39.0, 20.0, 1.0] }),
@@ -161,7 +161,7 @@ fn cpu_time_is_shared_as_the_kubelets_weights_say() {
 fn cpu_time_is_shared_exactly_by_requests_with_proportional_weights() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-version");
-    let v1 = cgroups.version() != Version::V2;
+    let v1 = cgroups.paths.version() != Version::V2;
     share_cpu_time(CpuWeightFormula::Proportional, (!v1).then_some([100.0, 50.0, 1.0]));
 }
 
@@ -179,28 +179,28 @@ fn a_memory_limit_below_the_usage_kills_no_process_and_is_written_later() {
     let pod = "/kubepods/burstable/podfits";
     cgroups.ensure(pod, &memory_limit(&cgroups, 256 * MIB)).unwrap();
     let mut eater = process_in(&root, pod, &eater(32));
-    wait_until("the memory to be used", || cgroups.memory_use(pod).unwrap().usage > 32 * MIB);
+    wait_until("the memory to be used", || memory::of(&cgroups, pod).unwrap().usage > 32 * MIB);
     let tight = BTreeMap::from([(pod.to_owned(), memory_limit(&cgroups, 8 * MIB))]);
     let report = cgroups.adjust(&tight, Adjust::All);
     assert!(report.changed.is_empty(), "{report:?}");
-    match cgroups.version() {
+    match cgroups.paths.version() {
         Version::V2 => assert!(matches!(report.failed[..], [CgroupError::WouldKill { .. }]), "{report:?}"),
         _ => assert!(report.failed[0].to_string().contains("more than that is in use"), "{report:?}"),
     }
     assert!(eater.0.try_wait().unwrap().is_none(), "the process was killed");
-    assert_eq!(cgroups.memory_use(pod).unwrap().limit, Some(256 * MIB));
+    assert_eq!(memory::of(&cgroups, pod).unwrap().limit, Some(256 * MIB));
     // Only values that leave more room may be written at this step, so this call changes nothing.
     assert!(cgroups.adjust(&tight, Adjust::Wider).failed.is_empty());
     drop(eater);
     wait_until("the smaller limit to fit", || cgroups.adjust(&tight, Adjust::All).failed.is_empty());
-    assert_eq!(cgroups.memory_use(pod).unwrap().limit, Some(8 * MIB));
+    assert_eq!(memory::of(&cgroups, pod).unwrap().limit, Some(8 * MIB));
 }
 
 #[test]
 fn memory_high_throttles_without_kills() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-high");
-    if cgroups.version() != Version::V2 {
+    if cgroups.paths.version() != Version::V2 {
         requires::skip(&only_on_v2("memory.high"));
         return;
     }
@@ -226,7 +226,7 @@ fn block_device() -> Option<&'static str> {
 fn memory_min_protects_a_pods_page_cache_from_neighbours() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-min");
-    if cgroups.version() != Version::V2 {
+    if cgroups.paths.version() != Version::V2 {
         requires::skip(&only_on_v2("memory.min"));
         return;
     }
@@ -292,6 +292,6 @@ fn the_end_of_a_pod_that_keeps_forking_leaves_nothing() {
     assert!(root.dirs().iter().all(|dir| !dir.join(&pod[1..]).exists()));
     assert!(killed.iter().all(|pid| !fs::exists(format!("/proc/{pid}/exe")).unwrap_or(false)), "{killed:?}");
     // A second call has nothing to do, and only pods can be destroyed.
-    assert!(cgroups.destroy(pod).unwrap().is_empty());
-    assert!(matches!(cgroups.destroy("/kubepods/besteffort"), Err(CgroupError::NotAPod(_))));
+    assert!(kill::destroy(&cgroups, pod).unwrap().is_empty());
+    assert!(matches!(kill::destroy(&cgroups, "/kubepods/besteffort"), Err(CgroupError::NotAPod(_))));
 }

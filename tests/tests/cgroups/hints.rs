@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use beelet_cgroups::{Cgroups, Files, Version};
+use beelet_cgroups::{Cgroups, Files, Version, notify};
 use beelet_eviction::{Hints, edges};
 use beelet_policy::eviction::{Signal, Threshold, ThresholdValue};
 use beelet_tests::guards::CgroupRoot;
@@ -52,7 +52,7 @@ impl Pods {
     }
 
     fn is_v2(&self) -> bool {
-        self.cgroups.version() == Version::V2
+        self.cgroups.paths.version() == Version::V2
     }
 
     fn memory_dir(&self) -> PathBuf {
@@ -93,7 +93,7 @@ impl Pods {
 
     /// Returns the file that counts the pods' stalls; prints a skip on kernels without one.
     fn pressure_file(&self) -> Option<PathBuf> {
-        let file = self.cgroups.cgroup2_path(PODS).map(|dir| dir.join("memory.pressure"));
+        let file = self.cgroups.paths.cgroup2_path(PODS).map(|dir| dir.join("memory.pressure"));
         let found = file.filter(|file| file.exists());
         if found.is_none() {
             requires::skip(&requires::missing("no cgroup2 hierarchy counts stalls", "boot with psi=1"));
@@ -115,7 +115,7 @@ fn the_trigger_is_ready_when_pods_have_waited_for_memory() {
     if pods.pressure_file().is_none() {
         return;
     }
-    let trigger = pods.cgroups.pressure_trigger(PODS, STALL).unwrap();
+    let trigger = notify::pressure(&pods.cgroups, PODS, STALL).unwrap();
     assert!(!is_ready(&trigger, PollFlags::PRI, 0), "ready before any wait for memory");
     pods.squeeze_until(&trigger, PollFlags::PRI);
 }
@@ -136,7 +136,7 @@ fn without_cap_sys_resource_the_trigger_has_the_window_that_the_kernel_wants_the
             .write(true)
             .open(file)
             .and_then(|mut file| file.write_all(b"some 50000 1000000\0"));
-        (a_second, cgroups.pressure_trigger(PODS, STALL))
+        (a_second, notify::pressure(&cgroups, PODS, STALL))
     });
     let (a_second, trigger) = asked.join().unwrap();
     let trigger = trigger.unwrap();
@@ -161,7 +161,7 @@ fn a_changed_counter_of_memory_events_is_notified() {
             "use a machine with pure cgroup v2",
         ));
     }
-    let events = pods.cgroups.memory_events(PODS).unwrap();
+    let events = notify::memory_events(&pods.cgroups, PODS).unwrap();
     // The kernel reports changes only after a first read.
     let mut text = String::new();
     File::from(events.try_clone().unwrap()).read_to_string(&mut text).unwrap();
@@ -180,7 +180,7 @@ fn usage_over_a_threshold_is_notified_on_version_1() {
             "use a machine with cgroup v1 or hybrid",
         ));
     }
-    let threshold = pods.cgroups.usage_threshold(PODS, 16 * MIB).unwrap();
+    let threshold = notify::usage_threshold(&pods.cgroups, PODS, 16 * MIB).unwrap();
     let mut load = pods.load();
     load.run(&format!("allocate {}", 4 * MIB)).unwrap();
     assert!(!is_ready(&threshold, PollFlags::IN, 0), "ready below the threshold");

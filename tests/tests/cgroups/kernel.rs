@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
+use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version, kill, search};
 use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupValues, CgroupVersion, MemoryQos, MemoryReservationPolicy, NodeAmounts,
     container_cgroup, node_cgroups, pod_cgroup,
@@ -32,7 +32,7 @@ fn limits(cgroups: &Cgroups, millis: Option<u64>, memory: Option<u64>) -> Files 
     let amount =
         |value: Option<u64>, none: &str| value.map_or_else(|| none.to_owned(), |value| value.to_string());
     let quota = millis.map(|millis| millis * 100);
-    let files = if cgroups.version() == Version::V2 {
+    let files = if cgroups.paths.version() == Version::V2 {
         vec![("cpu.max", format!("{} 100000", amount(quota, "max"))), ("memory.max", amount(memory, "max"))]
     } else {
         vec![
@@ -57,7 +57,7 @@ fn process_in(root: &CgroupRoot, path: &str) -> Process {
 /// Returns the CPU quota in microseconds and the memory limit in bytes as another library reads them; -1: no
 /// limit.
 fn seen_by_cgroups_rs(cgroups: &Cgroups, path: &str) -> (i64, i64) {
-    let cgroup = Cgroup::load(hierarchies::auto(), cgroups.cri_parent(path).trim_start_matches('/'));
+    let cgroup = Cgroup::load(hierarchies::auto(), cgroups.paths.cri_parent(path).trim_start_matches('/'));
     let cpu: &CpuController = cgroup.controller_of().unwrap();
     let memory: &MemController = cgroup.controller_of().unwrap();
     (cpu.cfs_quota().unwrap(), memory.memory_stat().limit_in_bytes)
@@ -68,7 +68,7 @@ fn values_are_held_as_another_library_reads_them() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-values");
     cgroups.ensure(POD, &limits(&cgroups, Some(500), Some(128 << 20))).unwrap();
-    assert!(cgroups.exists(POD));
+    assert!(cgroups.paths.exists(POD));
     assert_eq!(seen_by_cgroups_rs(&cgroups, POD), (50_000, 128 << 20));
     // The second call has nothing to do. The third one removes the limits.
     cgroups.ensure(POD, &limits(&cgroups, Some(500), Some(128 << 20))).unwrap();
@@ -76,7 +76,7 @@ fn values_are_held_as_another_library_reads_them() {
     let (quota, memory) = seen_by_cgroups_rs(&cgroups, POD);
     assert_eq!(quota, -1);
     assert!(!(0..i64::MAX / 4096 * 4096).contains(&memory), "{memory}");
-    assert_eq!(cgroups.list_pods().unwrap(), [POD]);
+    assert_eq!(search::pods(&cgroups).unwrap(), [POD]);
 }
 
 #[test]
@@ -86,11 +86,11 @@ fn the_runtime_may_put_a_process_into_every_hierarchy_of_a_new_pod() {
     cgroups.ensure(POD, &Files::new()).unwrap();
     let child = process_in(&root, POD);
     assert_eq!(cgroups.pids(POD).unwrap(), [child.0.id()]);
-    if let Some(dir) = cgroups.cgroup2_path(POD) {
+    if let Some(dir) = cgroups.paths.cgroup2_path(POD) {
         assert!(
             std::fs::read_to_string(dir.join("cgroup.procs")).unwrap().contains(&child.0.id().to_string())
         );
-        assert!(cgroups.cgroup_id(POD).is_some());
+        assert!(cgroups.paths.cgroup_id(POD).is_some());
     }
 }
 
@@ -114,7 +114,7 @@ fn limits_of_parent_and_child_move_together_in_both_directions() {
 fn a_share_larger_than_the_parents_is_an_error_that_explains_itself() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-share");
-    if cgroups.version() == Version::V2 {
+    if cgroups.paths.version() == Version::V2 {
         let what = "cgroup version 2 has no such rule: the tighter limit holds".to_owned();
         requires::skip(&requires::Missing { what, remedy: "use a machine with version 1".to_owned() });
         return;
@@ -136,17 +136,17 @@ fn a_pods_remains_are_killed_and_its_neighbours_are_not() {
 
     let error = cgroups.remove(POD).unwrap_err();
     assert!(matches!(&error, CgroupError::NotEmpty { pids, .. } if *pids == [left.0.id()]), "{error}");
-    assert!(cgroups.exists(POD), "the refused removal removed the cgroup");
+    assert!(cgroups.paths.exists(POD), "the refused removal removed the cgroup");
 
-    assert_eq!(cgroups.kill_remaining(POD).unwrap(), [left.0.id()]);
+    assert_eq!(kill::remaining(&cgroups, POD).unwrap(), [left.0.id()]);
     assert!(!left.0.wait().unwrap().success());
     cgroups.remove(POD).unwrap();
     cgroups.remove(POD).unwrap();
     assert!(root.dirs().iter().all(|dir| !dir.join(&POD[1..]).exists()));
 
     assert!(other.0.try_wait().unwrap().is_none(), "the neighbour was killed");
-    assert_eq!(cgroups.list_pods().unwrap(), [NEIGHBOUR]);
-    assert!(matches!(cgroups.kill_remaining("/kubepods/burstable"), Err(CgroupError::NotAPod(_))));
+    assert_eq!(search::pods(&cgroups).unwrap(), [NEIGHBOUR]);
+    assert!(matches!(kill::remaining(&cgroups, "/kubepods/burstable"), Err(CgroupError::NotAPod(_))));
     assert!(other.0.try_wait().unwrap().is_none(), "a path that is not a pod's killed a process");
 }
 
@@ -272,14 +272,14 @@ fn foreign(file: &str, value: &str) -> Option<String> {
 fn every_file_of_a_set_of_pods_has_its_value_also_after_foreign_changes() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-all");
-    if !cgroups.controllers().contains("pids") {
+    if !cgroups.paths.controllers().contains("pids") {
         let what = "no hierarchy has the pids controller".to_owned();
         requires::skip(&requires::Missing { what, remedy: "mount it, or boot with version 2".to_owned() });
         return;
     }
-    let wanted = wanted(cgroups.version());
+    let wanted = wanted(cgroups.paths.version());
     cgroups.ensure_all(&wanted).unwrap();
-    let table = if cgroups.version() == Version::V2 { HELD_V2 } else { HELD_V1 };
+    let table = if cgroups.paths.version() == Version::V2 { HELD_V2 } else { HELD_V1 };
     let expected: Vec<_> =
         table.iter().map(|(path, files)| ((*path).to_owned(), (*files).to_owned())).collect();
     assert_eq!(held(&cgroups, &wanted), expected);

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use beelet_cgroups::{Adjust, Cgroups, Files, Version};
+use beelet_cgroups::{Adjust, Cgroups, Files, Version, search};
 use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupVersion, ContainerResources, NodeAmounts, container_cgroup, container_resources,
     pod_cgroup,
@@ -173,21 +173,21 @@ fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_
     require!(runc);
     let root = CgroupRoot::new(&workdir::unique("beelet-cgroup-runc")).unwrap();
     let cgroups = Cgroups::discover(root.path(), CgroupDriver::Cgroupfs).unwrap();
-    let small = wanted(cgroups.version(), "1", "64Mi");
+    let small = wanted(cgroups.paths.version(), "1", "64Mi");
     let path = format!("{}/{ID}", small.pod);
     cgroups.ensure(&small.pod, &small.pod_files).unwrap();
 
     // The runtime creates the cgroup by its own formula: only the weight may differ from the plan.
-    let runc = Runc::bundle(&cgroups.cri_parent(&path), &oci(&small.resources, &Files::new()));
+    let runc = Runc::bundle(&cgroups.paths.cri_parent(&path), &oci(&small.resources, &Files::new()));
     let pid = runc.start();
     assert!(cgroups.pids(&path).unwrap().contains(&pid));
-    assert_eq!(cgroups.container_path(&small.pod, ID).as_deref(), Some(path.as_str()));
+    assert_eq!(search::container(&cgroups, &small.pod, ID).as_deref(), Some(path.as_str()));
     let differs = differing(&cgroups, &path, &small.files);
     eprintln!("runc's values that differ from the plan: {differs:?}");
     assert!(differs.keys().all(|file| file == "cpu.weight"), "{differs:?}");
     runc.update(&oci(&small.resources, &unified(&small)));
     assert_eq!(differing(&cgroups, &path, &small.files), BTreeMap::new());
-    let expected = match cgroups.version() {
+    let expected = match cgroups.paths.version() {
         Version::V2 => [("cpu.weight", "100"), ("cpu.max", "100000 100000"), ("memory.max", "67108864")],
         _ => [("cpu.shares", "1024"), ("cpu.cfs_quota_us", "100000"), ("memory.limit_in_bytes", "67108864")],
     };
@@ -196,7 +196,7 @@ fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_
     }
 
     // The container grows, with the pod first, and then shrinks, with the pod last: its process continues.
-    let large = wanted(cgroups.version(), "2500m", "128Mi");
+    let large = wanted(cgroups.paths.version(), "2500m", "128Mi");
     let pod = |wanted: &Wanted| BTreeMap::from([(wanted.pod.clone(), wanted.pod_files.clone())]);
     for (wanted, pod_first) in [(&large, true), (&small, false)] {
         let adjust = || {

@@ -76,7 +76,7 @@ impl Node {
 }
 
 fn files(cgroups: &Cgroups) -> &'static [&'static str] {
-    match cgroups.version() {
+    match cgroups.paths.version() {
         Version::V2 => &["cpu.idle", "cpu.weight", "cpu.max", "cpu.max.burst", "memory.high"],
         _ => &["cpu.idle", "cpu.shares", "cpu.cfs_quota_us", "cpu.cfs_burst_us"],
     }
@@ -87,7 +87,7 @@ fn owners_values(cgroups: &Cgroups) -> Vec<(String, Files)> {
     let files = |list: &[(&str, &str)]| -> Files {
         list.iter().map(|(file, value)| ((*file).to_owned(), (*value).to_owned())).collect()
     };
-    let (least, quota) = match cgroups.version() {
+    let (least, quota) = match cgroups.paths.version() {
         Version::V2 => (files(&[("cpu.weight", "1")]), files(&[("cpu.max", "6400000 100000")])),
         _ => (
             files(&[("cpu.shares", "2")]),
@@ -132,7 +132,8 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
             cpu_wait_permille: Some(if trouble { 500 } else { 0 }),
             memory_stall_permille: Some(if trouble { 500 } else { 0 }),
             throttled_permille: Some(if trouble { 100 } else { 0 }),
-            quota_us: (class == QosClass::Guaranteed && cgroups.version() != Version::V2).then_some(50_000),
+            quota_us: (class == QosClass::Guaranteed && cgroups.paths.version() != Version::V2)
+                .then_some(50_000),
             ..ContainerSample::default()
         }],
     };
@@ -143,7 +144,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
         supports: Supports {
             idle: cgroups.read(BEST_EFFORT, "cpu.idle").is_some(),
             harmless_caps: false,
-            memory_high: cgroups.version() == Version::V2,
+            memory_high: cgroups.paths.version() == Version::V2,
             burst: false,
             weights: false,
         },
@@ -301,7 +302,7 @@ fn a_setting_that_another_process_overwrote_stays() {
     for _ in 0..3 {
         engine.act(&seen(&node.cgroups, true), Instant::now());
     }
-    let (file, value) = match node.cgroups.version() {
+    let (file, value) = match node.cgroups.paths.version() {
         Version::V2 => ("cpu.max", "77000 100000"),
         _ => ("cpu.cfs_quota_us", "77000"),
     };

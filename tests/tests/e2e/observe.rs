@@ -371,7 +371,7 @@ fn world(containerd: &Containerd) -> BTreeMap<String, String> {
     block_on(async move {
         let runtime = Runtime::new(&endpoint, Duration::from_secs(30))?;
         let (sandboxes, containers) =
-            (runtime.list_sandboxes(None).await?, runtime.list_containers(None).await?);
+            (runtime.sandboxes.list(None).await?, runtime.containers.list(None).await?);
         let sorted =
             |labels: &HashMap<String, String>| labels.clone().into_iter().collect::<BTreeMap<_, _>>();
         let sandboxes = sandboxes.iter().map(|one| {

@@ -64,7 +64,7 @@ fn values(containerd: &Containerd) -> Result<Values, String> {
     let endpoint = containerd.endpoint();
     let (sandboxes, containers) = block_on(async move {
         let runtime = Runtime::new(&endpoint, Duration::from_secs(30))?;
-        Ok((runtime.list_sandboxes(None).await?, runtime.list_containers(None).await?))
+        Ok((runtime.sandboxes.list(None).await?, runtime.containers.list(None).await?))
     })
     .map_err(|error| format!("{error:#}"))?;
     let root = containerd.cgroup();

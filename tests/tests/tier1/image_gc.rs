@@ -163,7 +163,7 @@ impl Node {
         let metadata =
             cri::PodSandboxMetadata { name: "p".to_owned(), uid: "u".to_owned(), ..Default::default() };
         let config = cri::PodSandboxConfig { metadata: Some(metadata), ..Default::default() };
-        self.runtime.run_sandbox(config, "").await.unwrap()
+        self.runtime.sandboxes.run(config, "").await.unwrap()
     }
 
     /// Creates a container, as a worker does once it has the image.
@@ -175,7 +175,7 @@ impl Node {
             ..Default::default()
         };
         let of = cri::PodSandboxConfig::default();
-        self.runtime.create_container(sandbox, config, &of).await.map_err(|error| error.to_string())
+        self.runtime.containers.create(sandbox, config, &of).await.map_err(|error| error.to_string())
     }
 
     /// Sets the node's only pod, with this image as a volume and this phase.
@@ -502,5 +502,5 @@ async fn start_one(node: &Node, puller: &Puller, sandbox: &str, name: &str, imag
     let container =
         node.create(sandbox, name, &image.id).await.unwrap_or_else(|error| panic!("{name}: {error}"));
     drop(lease);
-    node.runtime.remove_container(&container).await.unwrap();
+    node.runtime.containers.remove(&container).await.unwrap();
 }

@@ -93,7 +93,7 @@ impl Node {
     /// Waits until the pods have these names and phases.
     async fn wait_for(&self, expected: &[(&str, &str)]) {
         let seen = async {
-            let mut watch = self.client().await.watch().await.unwrap();
+            let mut watch = self.client().await.pods.watch().await.unwrap();
             let mut table = beelet_model::table::PodTable::default();
             while let Some(event) = watch.next().await.unwrap() {
                 event.apply(&mut table);
@@ -175,7 +175,7 @@ async fn an_observer_shows_foreign_pods_and_calls_only_lists_and_statuses() {
     node.wait_for(&[("late", "Running"), ("web", "Running")]).await;
     let asked: Vec<Op> = node.cri.calls().iter().map(beelet_tests::cri::Call::op).collect();
     assert!(asked.iter().all(|op| MAY_ASK.contains(op)), "{}", node.cri.transcript());
-    let status = node.client().await.tuner_status().await.unwrap();
+    let status = node.client().await.tuner.status().await.unwrap();
     assert_eq!(status.mode, "off");
     let socket = node.socket.clone();
     node.stop().await;
@@ -279,7 +279,7 @@ impl Owned {
     fn new() -> Owned {
         let root = CgroupRoot::new(&workdir::unique("beelet-observe-tune")).unwrap();
         let cgroups = Cgroups::discover(root.path(), CgroupDriver::Cgroupfs).unwrap();
-        let (file, value) = match cgroups.version() {
+        let (file, value) = match cgroups.paths.version() {
             Version::V2 => ("cpu.weight", "4"),
             _ => ("cpu.shares", "102"),
         };
@@ -299,7 +299,7 @@ impl Owned {
 
     /// Returns the file with BestEffort pods' cap.
     fn cap(&self) -> PathBuf {
-        let file = match self.cgroups.version() {
+        let file = match self.cgroups.paths.version() {
             Version::V2 => "cpu.max",
             _ => "cpu.cfs_quota_us",
         };
@@ -348,7 +348,7 @@ fn read(path: &Path) -> String {
 async fn tuner(node: &Node, what: &str, so: impl Fn(&api::TunerStatus) -> bool) -> api::TunerStatus {
     let mut client = node.client().await;
     until(what, async || {
-        let status = client.tuner_status().await.map_err(|error| error.to_string())?;
+        let status = client.tuner.status().await.map_err(|error| error.to_string())?;
         if so(&status) { Ok(status) } else { Err(format!("{status:#?}")) }
     })
     .await
@@ -385,7 +385,7 @@ async fn with_permission_the_hog_is_capped_and_the_owners_value_is_restored_at_s
     let status = tuner(&node, "advice", |status| !status.held.is_empty()).await;
     assert_eq!(status.mode, "advise");
     assert_eq!(read(&owned.cap()), owners, "the next start did not restore the value, or advice wrote one");
-    let history = node.client().await.tuner_history().await.unwrap();
+    let history = node.client().await.tuner.history().await.unwrap();
     let outcomes: Vec<&str> = history.steps.iter().map(|step| step.outcome.as_str()).collect();
     assert_eq!(outcomes.last(), Some(&"advised"), "{history:#?}");
     assert!(outcomes.contains(&"done"), "steps of earlier runs are missing: {history:#?}");
@@ -399,14 +399,14 @@ async fn the_tuner_gives_way_to_a_value_that_the_owner_overwrites() {
     let owned = Owned::new();
     let node = owned.observer(TunerMode::Enforce);
     tuner(&node, "a cap", |status| !status.held.is_empty()).await;
-    let theirs = match owned.cgroups.version() {
+    let theirs = match owned.cgroups.paths.version() {
         Version::V2 => "77000 100000",
         _ => "77000",
     };
     workdir::write(&owned.cap(), theirs).unwrap();
     let status = tuner(&node, "the setting to be left alone", |status| !status.blocked.is_empty()).await;
     assert_eq!(status.blocked[0].cgroup, BEST_EFFORT, "{status:#?}");
-    let history = node.client().await.tuner_history().await.unwrap();
+    let history = node.client().await.tuner.history().await.unwrap();
     assert!(history.steps.iter().any(|step| step.outcome == "overwritten"), "{history:#?}");
     // The trouble persists, and so do the tuner's ticks.
     tuner(&node, "more ticks", |now| now.looked_ns > status.looked_ns + 1_000_000_000).await;

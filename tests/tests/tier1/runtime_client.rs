@@ -53,51 +53,51 @@ async fn a_pod_is_created_and_removed_through_the_client() {
     let runtime = client(&cri);
     let config = sandbox_config("web");
 
-    assert_eq!(runtime.image_status("busybox:1.36").await.unwrap(), None);
-    let image = runtime.pull_image("busybox:1.36", None, &config).await.unwrap();
+    assert_eq!(runtime.images.status("busybox:1.36").await.unwrap(), None);
+    let image = runtime.images.pull("busybox:1.36", None, &config).await.unwrap();
     assert_eq!(
-        runtime.image_status("busybox:1.36").await.unwrap().map(|found| found.id),
+        runtime.images.status("busybox:1.36").await.unwrap().map(|found| found.id),
         Some(image.clone())
     );
-    assert_eq!(runtime.list_images().await.unwrap().len(), 1);
+    assert_eq!(runtime.images.list().await.unwrap().len(), 1);
 
-    let sandbox = runtime.run_sandbox(config.clone(), "").await.unwrap();
-    let container = runtime.create_container(&sandbox, container_config("main"), &config).await.unwrap();
-    runtime.start_container(&container).await.unwrap();
-    let status = runtime.container_status(&container, false).await.unwrap().status.unwrap();
+    let sandbox = runtime.sandboxes.run(config.clone(), "").await.unwrap();
+    let container = runtime.containers.create(&sandbox, container_config("main"), &config).await.unwrap();
+    runtime.containers.start(&container).await.unwrap();
+    let status = runtime.containers.status(&container, false).await.unwrap().status.unwrap();
     assert_eq!(status.state(), cri::ContainerState::ContainerRunning);
     assert_eq!(status.log_path, "/var/log/pods/x/main/0.log");
     assert_eq!(status.image_ref, image);
 
     let running = cri::ContainerStateValue { state: cri::ContainerState::ContainerRunning.into() };
     let filter = cri::ContainerFilter { state: Some(running), ..cri::ContainerFilter::default() };
-    assert_eq!(runtime.list_containers(Some(filter.clone())).await.unwrap().len(), 1);
+    assert_eq!(runtime.containers.list(Some(filter.clone())).await.unwrap().len(), 1);
     cri.exit(&container, 3);
-    assert_eq!(runtime.list_containers(Some(filter)).await.unwrap().len(), 0);
-    let status = runtime.container_status(&container, false).await.unwrap().status.unwrap();
+    assert_eq!(runtime.containers.list(Some(filter)).await.unwrap().len(), 0);
+    let status = runtime.containers.status(&container, false).await.unwrap().status.unwrap();
     assert_eq!((status.exit_code, status.reason.as_str()), (3, "Error"));
 
-    runtime.stop_container(&container, Duration::from_secs(30)).await.unwrap();
-    runtime.remove_container(&container).await.unwrap();
-    runtime.stop_sandbox(&sandbox).await.unwrap();
-    let state = runtime.sandbox_status(&sandbox, false).await.unwrap().status.unwrap().state();
+    runtime.containers.stop(&container, Duration::from_secs(30)).await.unwrap();
+    runtime.containers.remove(&container).await.unwrap();
+    runtime.sandboxes.stop(&sandbox).await.unwrap();
+    let state = runtime.sandboxes.status(&sandbox, false).await.unwrap().status.unwrap().state();
     assert_eq!(state, cri::PodSandboxState::SandboxNotready);
-    runtime.remove_sandbox(&sandbox).await.unwrap();
-    assert_eq!(runtime.list_sandboxes(None).await.unwrap(), []);
-    assert!(runtime.container_status(&container, false).await.unwrap_err().is_not_found());
-    runtime.remove_image("busybox:1.36").await.unwrap();
-    assert_eq!(runtime.list_images().await.unwrap(), []);
+    runtime.sandboxes.remove(&sandbox).await.unwrap();
+    assert_eq!(runtime.sandboxes.list(None).await.unwrap(), []);
+    assert!(runtime.containers.status(&container, false).await.unwrap_err().is_not_found());
+    runtime.images.remove("busybox:1.36").await.unwrap();
+    assert_eq!(runtime.images.list().await.unwrap(), []);
 }
 
 #[tokio::test]
 async fn a_verbose_status_carries_the_runtimes_info() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
-    let id = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap();
+    let id = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap();
     cri.set_sandbox_info(&id, serde_json::json!({ "pid": 42 }));
-    let info = runtime.sandbox_status(&id, true).await.unwrap().info;
+    let info = runtime.sandboxes.status(&id, true).await.unwrap().info;
     assert_eq!(info["info"], r#"{"pid":42}"#);
-    assert!(runtime.sandbox_status(&id, false).await.unwrap().info.is_empty());
+    assert!(runtime.sandboxes.status(&id, false).await.unwrap().info.is_empty());
 }
 
 #[tokio::test]
@@ -129,22 +129,22 @@ async fn an_error_names_the_pod_and_the_container() {
     let runtime = client(&cri);
     let config = sandbox_config("web");
     cri.on(Op::RunPodSandbox).fail(Code::Unknown, "failed to set up network: no addresses left");
-    let error = runtime.run_sandbox(config.clone(), "").await.unwrap_err();
+    let error = runtime.sandboxes.run(config.clone(), "").await.unwrap_err();
     assert_eq!(error.operation, Operation::RunSandbox);
     assert_eq!(
         error.to_string(),
         "cannot run the sandbox of pod default/web: failed to set up network: no addresses left"
     );
-    let sandbox = runtime.run_sandbox(config.clone(), "").await.unwrap();
-    let error = runtime.create_container(&sandbox, container_config("main"), &config).await.unwrap_err();
+    let sandbox = runtime.sandboxes.run(config.clone(), "").await.unwrap();
+    let error = runtime.containers.create(&sandbox, container_config("main"), &config).await.unwrap_err();
     assert!(error.is_not_found(), "{error}");
     assert!(error.to_string().starts_with("cannot create container main of pod default/web: "), "{error}");
-    let error = runtime.pull_image("nowhere/none:1", None, &config).await.unwrap_err();
+    let error = runtime.images.pull("nowhere/none:1", None, &config).await.unwrap_err();
     assert!(
         error.to_string().starts_with("cannot pull image nowhere/none:1 for pod default/web: "),
         "{error}"
     );
-    let error = runtime.start_container(&"0123456789abcdef".repeat(4)).await.unwrap_err();
+    let error = runtime.containers.start(&"0123456789abcdef".repeat(4)).await.unwrap_err();
     assert!(error.to_string().starts_with("cannot start container 0123456789abc: "), "{error}");
 }
 
@@ -152,17 +152,17 @@ async fn an_error_names_the_pod_and_the_container() {
 async fn a_runtime_that_restarts_is_found_again_at_the_next_call() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
-    let id = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap();
+    let id = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap();
     for _ in 0..5 {
         cri.restart();
-        assert_eq!(runtime.list_sandboxes(None).await.unwrap()[0].id, id);
+        assert_eq!(runtime.sandboxes.list(None).await.unwrap()[0].id, id);
         cri.crash();
-        let error = runtime.list_sandboxes(None).await.unwrap_err();
+        let error = runtime.sandboxes.list(None).await.unwrap_err();
         assert_eq!(error.kind, Kind::Unavailable, "{error}");
         cri.come_back();
-        assert_eq!(runtime.list_sandboxes(None).await.unwrap()[0].id, id);
+        assert_eq!(runtime.sandboxes.list(None).await.unwrap()[0].id, id);
         // A call that changes state is not retried, so it must find the new connection at once.
-        runtime.stop_sandbox(&id).await.unwrap();
+        runtime.sandboxes.stop(&id).await.unwrap();
     }
 }
 
@@ -184,7 +184,7 @@ async fn a_read_is_repeated_when_its_connection_breaks() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     cri.on(Op::ListContainers).break_connections();
-    assert_eq!(runtime.list_containers(None).await.unwrap(), []);
+    assert_eq!(runtime.containers.list(None).await.unwrap(), []);
     assert_eq!(cri.count(Op::ListContainers), 2);
 }
 
@@ -193,11 +193,11 @@ async fn a_change_is_never_repeated() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     cri.on(Op::RunPodSandbox).break_connections();
-    let error = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap_err();
+    let error = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap_err();
     assert_eq!(error.kind, Kind::Unavailable, "{error}");
     assert!(error.to_string().contains("the connection to the container runtime at"), "{error}");
     assert_eq!(cri.count(Op::RunPodSandbox), 1);
-    assert_eq!(runtime.list_sandboxes(None).await.unwrap().len(), 1, "the call was not executed");
+    assert_eq!(runtime.sandboxes.list(None).await.unwrap().len(), 1, "the call was not executed");
 }
 
 #[tokio::test]
@@ -205,7 +205,7 @@ async fn a_lost_reply_is_unavailable_and_was_done() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
     cri.on(Op::RunPodSandbox).lose_reply();
-    let error = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap_err();
+    let error = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap_err();
     assert_eq!(error.kind, Kind::Unavailable, "{error}");
     assert_eq!(cri.world().sandboxes.len(), 1);
 }
@@ -215,7 +215,7 @@ async fn a_call_that_hangs_ends_at_its_deadline_and_is_cancelled_in_the_runtime(
     let cri = FakeCri::start();
     let runtime = client_with(&cri, Duration::from_millis(200));
     let held = cri.on(Op::StartContainer).always().hold();
-    let error = runtime.start_container("x").await.unwrap_err();
+    let error = runtime.containers.start("x").await.unwrap_err();
     assert_eq!(error.kind, Kind::Timeout, "{error}");
     assert!(error.to_string().contains("did not answer within 200ms"), "{error}");
     let dropped =
@@ -249,10 +249,10 @@ async fn each_call_carries_its_deadline() {
     cri.add_to_registry("busybox:1.36");
     let runtime = client(&cri);
     let config = sandbox_config("web");
-    let id = runtime.run_sandbox(config.clone(), "").await.unwrap();
-    runtime.stop_container("x", Duration::from_secs(30)).await.unwrap();
-    runtime.pull_image("busybox:1.36", None, &config).await.unwrap();
-    runtime.stop_sandbox(&id).await.unwrap();
+    let id = runtime.sandboxes.run(config.clone(), "").await.unwrap();
+    runtime.containers.stop("x", Duration::from_secs(30)).await.unwrap();
+    runtime.images.pull("busybox:1.36", None, &config).await.unwrap();
+    runtime.sandboxes.stop(&id).await.unwrap();
     let deadline = |op: Op| {
         let call = cri.calls().into_iter().find(|call| call.op() == op).unwrap();
         call.timeout.map(|text| {
@@ -286,9 +286,9 @@ async fn no_timeout_exceeds_the_runtimes_maximum() {
     for time in
         [Duration::MAX, Duration::from_secs(i64::MAX.unsigned_abs()), Duration::from_secs(400_000_000_000)]
     {
-        runtime.stop_container("x", time).await.unwrap();
-        let _ = runtime.exec_sync("x", vec!["true".to_owned()], time).await;
-        let _ = runtime.checkpoint("x", std::path::Path::new("/x"), time).await;
+        runtime.containers.stop("x", time).await.unwrap();
+        let _ = runtime.containers.exec_sync("x", vec!["true".to_owned()], time).await;
+        let _ = runtime.containers.checkpoint("x", std::path::Path::new("/x"), time).await;
     }
     let seconds = |call: beelet_tests::cri::Call| match call.asked {
         Asked::StopContainer(request) => Some(request.timeout),
@@ -344,12 +344,12 @@ async fn answers_larger_than_four_mebibytes_are_read() {
             ..cri::FilesystemUsage::default()
         }];
     });
-    assert_eq!(runtime.image_fs_info().await.unwrap().image_filesystems.len(), 1);
+    assert_eq!(runtime.images.fs_info().await.unwrap().image_filesystems.len(), 1);
     cri.change(|world| {
         let again = world.image_fs.image_filesystems[0].clone();
         world.image_fs.image_filesystems.push(again);
     });
-    let error = runtime.image_fs_info().await.unwrap_err();
+    let error = runtime.images.fs_info().await.unwrap_err();
     assert_eq!(error.kind, Kind::Other, "{error}");
     assert!(error.to_string().contains("16 MiB"), "{error}");
 }
@@ -359,7 +359,7 @@ async fn images_may_have_their_own_socket() {
     let (calls, images) = (FakeCri::start(), FakeCri::start());
     let runtime = client(&calls).with_image_endpoint(&images.endpoint()).unwrap();
     images.add_image("busybox:1.36");
-    assert_eq!(runtime.list_images().await.unwrap().len(), 1);
+    assert_eq!(runtime.images.list().await.unwrap().len(), 1);
     runtime.version().await.unwrap();
     assert_eq!((calls.count(Op::ListImages), images.count(Op::Version)), (0, 0));
 }
@@ -371,7 +371,7 @@ async fn calls_are_counted_as_the_kubelet_counts_them() {
     cri.on(Op::Status).fail(Code::Unknown, "no");
     runtime.status(false).await.unwrap_err();
     runtime.clone().status(false).await.unwrap();
-    runtime.list_sandboxes(None).await.unwrap();
+    runtime.sandboxes.list(None).await.unwrap();
     let mut registry = Registry::default();
     runtime.register_metrics(&mut registry);
     let mut text = String::new();
@@ -401,11 +401,11 @@ async fn a_slow_runtime_is_waited_for() {
 async fn a_name_is_taken_until_its_owner_is_removed() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
-    let first = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap();
-    let error = runtime.run_sandbox(sandbox_config("web"), "").await.unwrap_err();
+    let first = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap();
+    let error = runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap_err();
     assert!(error.to_string().contains("is reserved for"), "{error}");
-    runtime.remove_sandbox(&first).await.unwrap();
-    runtime.run_sandbox(sandbox_config("web"), "").await.unwrap();
+    runtime.sandboxes.remove(&first).await.unwrap();
+    runtime.sandboxes.run(sandbox_config("web"), "").await.unwrap();
 }
 
 #[tokio::test]
@@ -414,13 +414,13 @@ async fn a_container_needs_a_ready_sandbox_and_starts_once() {
     cri.add_image("busybox:1.36");
     let runtime = client(&cri);
     let config = sandbox_config("web");
-    let sandbox = runtime.run_sandbox(config.clone(), "").await.unwrap();
-    let container = runtime.create_container(&sandbox, container_config("main"), &config).await.unwrap();
-    runtime.start_container(&container).await.unwrap();
-    let error = runtime.start_container(&container).await.unwrap_err();
+    let sandbox = runtime.sandboxes.run(config.clone(), "").await.unwrap();
+    let container = runtime.containers.create(&sandbox, container_config("main"), &config).await.unwrap();
+    runtime.containers.start(&container).await.unwrap();
+    let error = runtime.containers.start(&container).await.unwrap_err();
     assert!(error.to_string().contains("CONTAINER_RUNNING"), "{error}");
-    runtime.stop_sandbox(&sandbox).await.unwrap();
+    runtime.sandboxes.stop(&sandbox).await.unwrap();
     assert_eq!(cri.container("web", "main").unwrap().exit_code, 137);
-    let error = runtime.create_container(&sandbox, container_config("side"), &config).await.unwrap_err();
+    let error = runtime.containers.create(&sandbox, container_config("side"), &config).await.unwrap_err();
     assert!(error.to_string().contains("is not running"), "{error}");
 }

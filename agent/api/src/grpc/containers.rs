@@ -149,7 +149,7 @@ impl Containers for Service {
             // A terminal has a single output.
             stderr: !start.tty,
         };
-        let url = self.runtime.exec(command).await.map_err(|e| Status::unavailable(e.to_string()))?;
+        let url = self.runtime.streams.exec(command).await.map_err(|e| Status::unavailable(e.to_string()))?;
         let streams = exec::Streams { stdin: start.stdin, tty: start.tty };
         let (sender, receiver) = mpsc::channel(QUEUE);
         tokio::spawn(run(url, streams, inputs, sender, self.shutdown.clone()));
@@ -182,7 +182,8 @@ impl Containers for Service {
             stdout: true,
             stderr: !streams.tty,
         };
-        let url = self.runtime.attach(wanted).await.map_err(|e| Status::unavailable(e.to_string()))?;
+        let url =
+            self.runtime.streams.attach(wanted).await.map_err(|e| Status::unavailable(e.to_string()))?;
         let (sender, receiver) = mpsc::channel(QUEUE);
         tokio::spawn(run(url, streams, inputs, sender, self.shutdown.clone()));
         Ok(Response::new(ReceiverStream::new(receiver)))

@@ -107,7 +107,7 @@ fn encode(devices: &Devices, pods: &PodTable) -> proto::ListDevicesResponse {
             Some((entry.pod.metadata.uid.as_deref()?, (name.namespace.as_str(), name.name.as_str())))
         })
         .collect();
-    let waiting = devices.waiting().into_iter().map(|waiting| {
+    let waiting = devices.view().waiting().into_iter().map(|waiting| {
         let (namespace, pod) = waiting.pod.split_once('/').unwrap_or(("", &waiting.pod));
         proto::WaitingPod {
             namespace: namespace.to_owned(),
@@ -116,11 +116,11 @@ fn encode(devices: &Devices, pods: &PodTable) -> proto::ListDevicesResponse {
             seconds: waiting.seconds,
         }
     });
-    let resources = devices.resources().into_iter().map(|(name, view)| resource(name, view, &names));
+    let resources = devices.view().resources().into_iter().map(|(name, view)| resource(name, view, &names));
     proto::ListDevicesResponse {
         resources: resources.collect(),
         waiting: waiting.collect(),
-        trouble: devices.trouble().unwrap_or_default(),
+        trouble: devices.view().trouble().unwrap_or_default(),
     }
 }
 

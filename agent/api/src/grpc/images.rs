@@ -38,7 +38,7 @@ impl Images for Service {
         &self,
         _request: Request<proto::ListImagesRequest>,
     ) -> Result<Response<proto::ListImagesResponse>, Status> {
-        let images = self.runtime.list_images().await.map_err(unavailable)?;
+        let images = self.runtime.images.list().await.map_err(unavailable)?;
         let (users, sandboxes) = (self.users().await?, self.of_sandboxes().await);
         Ok(Response::new(listed(images, users, sandboxes.as_deref())))
     }
@@ -48,7 +48,7 @@ impl Images for Service {
         request: Request<proto::PullImageRequest>,
     ) -> Result<Response<proto::PullImageResponse>, Status> {
         let image = request.into_inner().image;
-        let pulled = self.runtime.pull_image(&image, None, &cri::PodSandboxConfig::default()).await;
+        let pulled = self.runtime.images.pull(&image, None, &cri::PodSandboxConfig::default()).await;
         let reference = pulled.map_err(unavailable)?;
         Ok(Response::new(proto::PullImageResponse { reference }))
     }
@@ -58,7 +58,7 @@ impl Images for Service {
         request: Request<proto::RemoveImageRequest>,
     ) -> Result<Response<proto::RemoveImageResponse>, Status> {
         let request = request.into_inner();
-        let found = self.runtime.image_status(&request.image).await.map_err(unavailable)?;
+        let found = self.runtime.images.status(&request.image).await.map_err(unavailable)?;
         let found = found.ok_or_else(|| {
             Status::not_found(format!(
                 "image {:?} not found; `beelet images ls` lists all images",
@@ -82,7 +82,7 @@ impl Images for Service {
                 image.used_by.join(", ")
             )));
         }
-        self.runtime.remove_image(&image.id).await.map_err(unavailable)?;
+        self.runtime.images.remove(&image.id).await.map_err(unavailable)?;
         Ok(Response::new(proto::RemoveImageResponse { image: Some(image) }))
     }
 
@@ -149,7 +149,7 @@ impl Service {
         let wanted = wanted(&self.pods.borrow());
         let mut found = Vec::new();
         for (name, pods) in wanted {
-            let image = self.runtime.image_status(&name).await.map_err(unavailable)?;
+            let image = self.runtime.images.status(&name).await.map_err(unavailable)?;
             found.push(Wanted { name, id: image.map(|image| image.id), pods });
         }
         Ok(found)
@@ -159,7 +159,7 @@ impl Service {
     /// agent outlives, may change the image. Without an answer the list is still shown.
     async fn of_sandboxes(&self) -> Option<String> {
         let name = sandbox_image(&self.runtime.status(true).await.ok()?)?;
-        Some(self.runtime.image_status(&name).await.ok()??.id)
+        Some(self.runtime.images.status(&name).await.ok()??.id)
     }
 }
 

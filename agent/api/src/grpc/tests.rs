@@ -94,7 +94,7 @@ async fn pods_are_listed_with_all_that_is_known_of_them() {
     agent.set("web", "Running");
     let rejected = RejectedManifest { file: "/m/a.yaml".into(), message: "3:1: no".into() };
     agent.table.send_modify(|table| Arc::make_mut(table).rejected = Arc::new(vec![rejected.clone()]));
-    let (table, notice) = agent.client().await.pods().await.unwrap();
+    let (table, notice) = agent.client().await.pods.list().await.unwrap();
     assert_eq!(notice, "");
     assert_eq!(table.pods, Pods::unit(name("web"), entry("web", "Running")));
     assert_eq!(*table.rejected, [rejected]);
@@ -105,7 +105,7 @@ async fn a_watch_tells_what_is_there_and_then_what_changes() {
     let agent = start().await;
     agent.set("a", "Running");
     agent.set("b", "Pending");
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "added default/a Running");
     assert_eq!(next(&mut watch).await, "added default/b Pending");
     assert_eq!(next(&mut watch).await, "synced");
@@ -123,7 +123,7 @@ async fn a_watch_tells_what_is_there_and_then_what_changes() {
 #[tokio::test]
 async fn a_slow_watcher_gets_the_newest_state_and_no_backlog() {
     let agent = start().await;
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "synced");
     // Far more changes than any queue between agent and client holds.
     for round in 0..20_000 {
@@ -145,7 +145,7 @@ async fn a_slow_watcher_gets_the_newest_state_and_no_backlog() {
 #[tokio::test]
 async fn every_watcher_folds_to_the_same_table() {
     let agent = start().await;
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     for round in 0..500 {
         agent.set(&format!("p{}", round % 7), &format!("{round}"));
         if round % 3 == 0 {
@@ -173,7 +173,7 @@ async fn the_socket_is_for_its_owner_and_goes_with_the_agent() {
         1,
         "the temporary socket is removed"
     );
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "synced");
     agent.shutdown.cancel();
     tokio::time::timeout(DEADLINE, agent.task).await.unwrap().unwrap().unwrap();
@@ -186,7 +186,7 @@ async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let agent = start().await;
     let error = bind(&agent.socket()).await.unwrap_err().to_string();
     assert!(error.contains("another process serves"), "{error}");
-    agent.client().await.pods().await.unwrap();
+    agent.client().await.pods.list().await.unwrap();
 
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("beelet.sock");
@@ -229,8 +229,8 @@ async fn who_asks_before_the_first_look_waits_for_it() {
     let complete = Complete::default();
     let agent = start_with(Outlook::new(Arc::clone(&complete), || None)).await;
     let mut client = agent.client().await;
-    let asked = tokio::spawn(async move { client.pods().await });
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let asked = tokio::spawn(async move { client.pods.list().await });
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     agent.set("web", "Running");
     complete.set(()).unwrap();
     let (table, notice) = asked.await.unwrap().unwrap();
@@ -243,7 +243,7 @@ async fn who_asks_before_the_first_look_waits_for_it() {
 async fn while_nothing_is_known_the_list_says_why_instead_of_being_empty() {
     let outlook = Outlook::new(Complete::default(), || Some("the runtime has not answered yet".to_owned()));
     let agent = start_with(outlook).await;
-    let error = agent.client().await.pods().await.unwrap_err().to_string();
+    let error = agent.client().await.pods.list().await.unwrap_err().to_string();
     assert_eq!(error, "the agent: running pods are not known yet: the runtime has not answered yet");
 }
 
@@ -255,12 +255,12 @@ async fn a_watcher_is_told_when_what_it_sees_gets_old_and_when_it_is_true_again(
     let is_silent = move || told.load(std::sync::atomic::Ordering::SeqCst).then(|| "silence".to_owned());
     let agent = start_with(Outlook::new(complete, is_silent)).await;
     agent.set("web", "Running");
-    let mut watch = agent.client().await.watch().await.unwrap();
+    let mut watch = agent.client().await.pods.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "added default/web Running");
     assert_eq!(next(&mut watch).await, "synced");
     silent.store(true, std::sync::atomic::Ordering::SeqCst);
     assert_eq!(next(&mut watch).await, "notice silence");
-    let (table, notice) = agent.client().await.pods().await.unwrap();
+    let (table, notice) = agent.client().await.pods.list().await.unwrap();
     assert_eq!((table.pods.len(), notice.as_str()), (1, "silence"));
     silent.store(false, std::sync::atomic::Ordering::SeqCst);
     assert_eq!(next(&mut watch).await, "notice ");

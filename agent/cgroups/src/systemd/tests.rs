@@ -95,11 +95,9 @@ fn machine(root: &str) -> (TempDir, Cgroups, Notes) {
     let notes = Notes { mount: dir.path().to_owned(), asked: Arc::default(), is_away: Arc::default() };
     let hierarchy = Hierarchy { mount: dir.path().to_owned(), is_v2: true, controllers: BTreeSet::new() };
     let layout = Layout { version: Version::V2, hierarchies: vec![hierarchy] };
-    let cgroups = Cgroups {
-        names: Names::new(CgroupDriver::Systemd, root),
-        store: Store::Systemd(Arc::new(Slices::new(Box::new(notes.clone())))),
-        ..Cgroups::with_layout(layout, root).unwrap()
-    };
+    let mut cgroups = Cgroups::with_layout(layout, root).unwrap();
+    cgroups.paths.names = Names::new(CgroupDriver::Systemd, root);
+    cgroups.store = Store::Systemd(Arc::new(Slices::new(Box::new(notes.clone()))));
     (dir, cgroups, notes)
 }
 
@@ -130,8 +128,8 @@ fn a_pods_slices_are_started_from_the_top_once_and_its_values_are_properties() {
     }
     cgroups.ensure(POD, &values).unwrap();
     assert!(notes.drain().is_empty());
-    assert_eq!(cgroups.list_pods().unwrap(), [POD]);
-    assert_eq!(cgroups.cri_parent(POD), format!("/kubepods.slice/kubepods-burstable.slice/{SLICE}"));
+    assert_eq!(super::super::search::pods(&cgroups).unwrap(), [POD]);
+    assert_eq!(cgroups.paths.cri_parent(POD), format!("/kubepods.slice/kubepods-burstable.slice/{SLICE}"));
 }
 
 #[test]
@@ -167,19 +165,19 @@ fn a_containers_scope_is_found_and_given_properties_but_never_stopped() {
     cgroups.ensure(POD, &Files::new()).unwrap();
     let id = "c".repeat(64);
     let scope = format!("cri-containerd-{id}.scope");
-    let folder = dir.path().join(cgroups.relative(POD).unwrap()).join(&scope);
+    let folder = dir.path().join(cgroups.paths.relative(POD).unwrap()).join(&scope);
     fs::create_dir(&folder).unwrap();
     fs::write(folder.join("cpu.weight"), "100\n").unwrap();
     fs::write(folder.join("cpu.max.burst"), "0\n").unwrap();
     notes.drain();
-    let path = cgroups.container_path(POD, &id).unwrap();
+    let path = super::super::search::container(&cgroups, POD, &id).unwrap();
     assert_eq!(path, format!("{POD}/{scope}"));
-    cgroups.hold(&path, "cpu.weight", "100", Some("7")).unwrap();
-    cgroups.hold(&path, "cpu.max.burst", "0", Some("1000")).unwrap();
+    super::super::held::hold(&cgroups, &path, "cpu.weight", "100", Some("7")).unwrap();
+    super::super::held::hold(&cgroups, &path, "cpu.max.burst", "0", Some("1000")).unwrap();
     assert_eq!(notes.drain(), [format!("set {scope} CPUWeight=7")]);
     assert_eq!(cgroups.read(&path, "cpu.max.burst").as_deref(), Some("1000"));
-    let found = cgroups.find_containers(&[id.as_str()].into());
-    assert!(cgroups.open(&found[&id]).is_ok());
+    let found = super::super::search::containers(&cgroups, &[id.as_str()].into());
+    assert!(super::super::read::CgroupDirs::open(&cgroups, &found[&id]).is_ok());
 }
 
 #[test]
@@ -187,9 +185,9 @@ fn a_removed_pods_slice_is_stopped_and_may_come_again() {
     let (dir, cgroups, notes) = machine("");
     cgroups.ensure(POD, &Files::new()).unwrap();
     notes.drain();
-    cgroups.destroy(POD).unwrap();
+    super::super::kill::destroy(&cgroups, POD).unwrap();
     assert_eq!(notes.drain(), [format!("stop {SLICE}")]);
-    assert!(!cgroups.exists(POD) && cgroups.list_pods().unwrap().is_empty());
+    assert!(!cgroups.paths.exists(POD) && super::super::search::pods(&cgroups).unwrap().is_empty());
     assert!(dir.path().join("kubepods.slice/kubepods-burstable.slice").is_dir());
     cgroups.ensure(POD, &Files::new()).unwrap();
     assert_eq!(notes.drain(), [format!("start {SLICE}")]);
@@ -198,14 +196,14 @@ fn a_removed_pods_slice_is_stopped_and_may_come_again() {
 #[test]
 fn the_root_slice_is_never_started() {
     let (dir, cgroups, notes) = machine("/my-root");
-    assert!(cgroups.require_root().is_err());
+    assert!(cgroups.paths.require_root().is_err());
     fs::create_dir(dir.path().join("my_root.slice")).unwrap();
     for (file, content) in FILES {
         fs::write(dir.path().join("my_root.slice").join(file), content).unwrap();
     }
-    cgroups.require_root().unwrap();
+    cgroups.paths.require_root().unwrap();
     cgroups.ensure("/kubepods", &Files::new()).unwrap();
     assert_eq!(notes.drain(), ["start my_root-kubepods.slice"]);
-    assert_eq!(cgroups.pods_roots(), ["/my_root-kubepods.slice"]);
-    assert!(cgroups.open("/my_root-kubepods.slice").is_ok());
+    assert_eq!(super::super::search::pods_roots(&cgroups), ["/my_root-kubepods.slice"]);
+    assert!(super::super::read::CgroupDirs::open(&cgroups, "/my_root-kubepods.slice").is_ok());
 }

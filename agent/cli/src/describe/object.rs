@@ -44,7 +44,7 @@ pub(super) async fn describe(kind: &str, args: &ObjectArgs) -> anyhow::Result<()
         namespace: args.namespace.clone().unwrap_or_default(),
         selector: String::new(),
     };
-    let mut found = client.list(request).await?;
+    let mut found = client.manifests.list(request).await?;
     found.retain(|one| one.name == args.name);
     let one = match found.as_slice() {
         [one] => one,
@@ -56,7 +56,7 @@ pub(super) async fn describe(kind: &str, args: &ObjectArgs) -> anyhow::Result<()
             second.namespace
         ),
     };
-    let (table, _) = client.pods().await?;
+    let (table, _) = client.pods.list().await?;
     Ok(print(&text(one, &table, Timestamp::now())?)?)
 }
 

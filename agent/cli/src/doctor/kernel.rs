@@ -222,7 +222,7 @@ impl Sandbox {
     fn new(config: &Config) -> Result<Self, SandboxError> {
         let name = format!("beelet-doctor-{}", std::process::id());
         let cgroups = Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?;
-        let cgroup = cgroups.trial(&name)?;
+        let cgroup = Trial::make(&cgroups, &name)?;
         let cgroup2 = cgroup.cgroup2().ok_or(SandboxError::NoCgroup2)?;
         let bpffs = std::env::temp_dir().join(&name);
         fs::create_dir(&bpffs).map_err(|error| SandboxError::Folder { folder: bpffs.clone(), error })?;

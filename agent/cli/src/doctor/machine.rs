@@ -8,7 +8,7 @@ use caps::{CapSet, Capability};
 
 use super::{Finding, Patient};
 use beelet_bpf::NetnsHandle;
-use beelet_cgroups::{Cgroups, Version};
+use beelet_cgroups::{Cgroups, Trial, Version};
 
 /// Tolerated difference between the clocks of file systems and machines.
 const CLOCK_SLACK: Duration = Duration::from_secs(24 * 3600);
@@ -121,11 +121,11 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
                 )];
             }
         };
-    if let Err(error) = cgroups.require_root() {
+    if let Err(error) = cgroups.paths.require_root() {
         let remedy = "correct `cgroupRoot`, or create the cgroup in every hierarchy";
         return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];
     }
-    let try_one = || cgroups.trial(&format!("beelet-doctor-try-{}", std::process::id()))?.remove();
+    let try_one = || Trial::make(&cgroups, &format!("beelet-doctor-try-{}", std::process::id()))?.remove();
     if rustix::process::geteuid().is_root()
         && let Err(error) = try_one()
     {
@@ -137,8 +137,8 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
             "see the error above",
         )];
     }
-    let version = cgroups.version();
-    let names: Vec<String> = cgroups.controllers().into_iter().collect();
+    let version = cgroups.paths.version();
+    let names: Vec<String> = cgroups.paths.controllers().into_iter().collect();
     let mut findings = vec![Finding::ok("cgroups", format!("{version}, with {}", names.join(" ")))];
     if version != Version::V2 && config.fail_cgroup_v1 {
         findings.push(Finding::missing(

@@ -58,7 +58,7 @@ pub(super) fn rejected(patient: &Patient) -> Vec<Finding> {
 pub(super) fn deleted_by_force(patient: &Patient) -> Vec<Finding> {
     let socket = patient.config.socket();
     let ask = async {
-        let answer = async { Client::connect(&socket).await.ok()?.deleted_by_force().await.ok() };
+        let answer = async { Client::connect(&socket).await.ok()?.pods.deleted_by_force().await.ok() };
         Ok(tokio::time::timeout(PATIENCE, answer).await.ok().flatten())
     };
     judge_deleted(&crate::block_on(ask).ok().flatten().unwrap_or_default())

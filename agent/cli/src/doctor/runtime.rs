@@ -68,7 +68,7 @@ pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Resul
             driver: runtime.runtime_config().await,
             missing: missing(&runtime, images).await.ok(),
             sandbox: missing(&runtime, &sandbox).await.ok().map(|missing| (sandbox, missing)),
-            pinned: runtime.list_images().await.ok().map(|images| pinned(&images)),
+            pinned: runtime.images.list().await.ok().map(|images| pinned(&images)),
             status,
             process: ownership::listener(runtime.socket()).await,
             agent: ownership::listener(&config.socket()).await,
@@ -85,7 +85,7 @@ fn pinned(images: &[cri::Image]) -> Vec<String> {
 async fn missing(runtime: &Runtime, images: &BTreeSet<String>) -> Result<Vec<String>, Error> {
     let mut missing = Vec::new();
     for image in images {
-        if runtime.image_status(image).await?.is_none() {
+        if runtime.images.status(image).await?.is_none() {
             missing.push(image.clone());
         }
     }

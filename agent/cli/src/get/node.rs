@@ -31,9 +31,9 @@ pub(super) struct NodeArgs {
 
 pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let node = client.node().await?;
+    let node = client.devices.node().await?;
     // An agent that does not know its pods yet still knows its resources.
-    let pods = client.pods().await.ok().map(|(pods, _)| pods);
+    let pods = client.pods.list().await.ok().map(|(pods, _)| pods);
     let text = args.output.text(&v1(&node), || table(&node, pods.as_ref(), Timestamp::now()))?;
     print(&text)?;
     if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {

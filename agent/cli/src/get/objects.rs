@@ -45,7 +45,7 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
         namespace: args.namespace.clone().unwrap_or_default(),
         selector: args.selector.clone().unwrap_or_default(),
     };
-    let mut objects = client.list(request).await?;
+    let mut objects = client.manifests.list(request).await?;
     if let Some(missing) = args.names.iter().find(|name| !objects.iter().any(|one| one.name == **name)) {
         return Err(no_such(kind, missing));
     }

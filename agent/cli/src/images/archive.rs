@@ -34,7 +34,7 @@ pub(super) async fn import(args: &ImportArgs) -> anyhow::Result<()> {
         sender.send(input(Input::Start(start))).await.context("cannot start the import")?;
         // Reading has its own thread because it may block; it ends once the receiver closes.
         let reading = tokio::task::spawn_blocking(move || send(source, &sender));
-        let imported = client.import_images(ReceiverStream::new(receiver)).await;
+        let imported = client.images.import(ReceiverStream::new(receiver)).await;
         // The agent's error comes first: the agent may have rejected the archive while it was still being
         // read.
         let imported = imported.with_context(|| what.clone())?;
@@ -77,7 +77,7 @@ fn send(mut source: Box<dyn Read + Send>, sender: &mpsc::Sender<proto::ImportInp
 
 pub(super) async fn export(args: &ExportArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let pieces = client.export_images(args.images.clone()).await?;
+    let pieces = client.images.export(args.images.clone()).await?;
     let mut pieces = pieces.map(|piece| Ok(piece.map_err(beelet_client::ClientError::from)?.data));
     // An export error is returned before the file is created.
     let Some(first) = pieces.next().await.transpose()? else { anyhow::bail!("the agent sent nothing") };

@@ -73,7 +73,7 @@ pub async fn import(
 /// updates that list.
 async fn shown(runtime: &Runtime, name: &str) -> Result<(), ImportError> {
     let asking = async {
-        while runtime.image_status(name).await?.is_none() {
+        while runtime.images.status(name).await?.is_none() {
             tokio::time::sleep(ASKED).await;
         }
         Ok(())

@@ -88,7 +88,7 @@ impl Pods {
         let Some(managed) = self.by_uid.get_mut(uid) else { return };
         let mut status = status_now(managed, &self.deps, &self.runtime_name);
         if managed.seen.is_some() {
-            self.deps.devices.plugins.annotate(uid, &mut status);
+            self.deps.devices.plugins.view().annotate(uid, &mut status);
             self.deps.devices.claims.annotate(&managed.pod, &mut status);
             remember(&managed.control, &status);
         }

@@ -13,6 +13,7 @@ use beelet_base::blocking::blocking;
 use beelet_cgroups::{
     Adjust, Adjusted, CgroupError, Cgroups,
     order::{self, Change},
+    search,
 };
 use beelet_model::table::PodName;
 use beelet_spec::cri_config;
@@ -42,7 +43,7 @@ pub(super) async fn compare(cgroups: &Arc<Cgroups>, wanted: &Wanted, ids: &[&Str
     let compare = move || {
         let mut compared = Compared::default();
         for (id, parent, files) in asked {
-            let Some(path) = cgroups.container_path(&parent, &id) else {
+            let Some(path) = search::container(&cgroups, &parent, &id) else {
                 compared.absent.push(id);
                 continue;
             };
@@ -93,7 +94,7 @@ pub(super) async fn correct(
     if let Some(weight) = container.files.get("cpu.weight") {
         update.unified.insert("cpu.weight".to_owned(), weight.clone());
     }
-    match deps.runtime.update_container_resources(id, update).await {
+    match deps.runtime.containers.update_resources(id, update).await {
         Ok(()) => {}
         // The container has ended, and its cgroup is removed with it.
         Err(error) if error.is_not_found() => return Ok(0),

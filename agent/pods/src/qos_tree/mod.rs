@@ -277,7 +277,7 @@ impl Keeper {
     async fn that_exist(&self, mut levels: Values) -> Values {
         let cgroups = Arc::clone(&self.deps.cgroups);
         let filter = move || {
-            levels.retain(|path, files| cgroups.has_all(path, files));
+            levels.retain(|path, files| cgroups.paths.has_all(path, files));
             levels
         };
         blocking("checking which cgroups exist", filter).await

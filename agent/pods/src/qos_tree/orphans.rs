@@ -5,6 +5,7 @@
 //! same cgroup root with another runtime. Therefore only empty cgroups are removed, and only after they have
 //! been unknown for a while. A cgroup with processes is logged, and its processes are never killed.
 
+use beelet_cgroups::search;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -32,7 +33,7 @@ impl Orphans {
     /// Lists cgroups, and removes empty ones that have been unknown for [`UNKNOWN_FOR`].
     pub(super) async fn sweep(&mut self, deps: &Dependencies, table: &PodTable) {
         let cgroups = Arc::clone(&deps.cgroups);
-        let Ok(listed) = blocking("listing cgroups of pods", move || cgroups.list_pods()).await else {
+        let Ok(listed) = blocking("listing cgroups of pods", move || search::pods(&cgroups)).await else {
             return;
         };
         let known: BTreeSet<&str> =
@@ -50,7 +51,7 @@ impl Orphans {
             return;
         }
         // The list of sandboxes is last: a starting pod has its sandbox before its other parts.
-        let Ok(sandboxes) = deps.runtime.list_sandboxes(None).await else { return };
+        let Ok(sandboxes) = deps.runtime.sandboxes.list(None).await else { return };
         let uids: BTreeSet<&str> =
             sandboxes.iter().filter_map(|sandbox| Some(sandbox.metadata.as_ref()?.uid.as_str())).collect();
         for path in old.into_iter().filter(|path| !uids.contains(uid_of(path))) {

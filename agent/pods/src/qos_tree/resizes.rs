@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1 as core;
 use super::{Dependencies, Values, wanted::Wanted};
 use crate::status::pod_amounts;
 use beelet_base::blocking::blocking;
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, search};
 use beelet_model::pod::running;
 use beelet_model::{
     request::Request,
@@ -59,7 +59,7 @@ async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> boo
     let compare = move || {
         let found = containers
             .into_iter()
-            .filter_map(|(id, parent, files)| Some((cgroups.container_path(&parent, &id)?, files)));
+            .filter_map(|(id, parent, files)| Some((search::container(&cgroups, &parent, &id)?, files)));
         let all = levels.into_iter().chain(found);
         all.into_iter().all(|(path, files)| {
             let (changes, failed) = cgroups.differences(&path, &files);

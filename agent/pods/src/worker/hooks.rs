@@ -72,7 +72,7 @@ async fn handle(
         let (runtime, id) = (runtime.clone(), subject.id.to_owned());
         let most = if within.is_zero() { within } else { within.saturating_add(LEFT_ALONE) };
         // Dropping the call would end the command.
-        let call = tokio::spawn(async move { runtime.exec_sync(&id, command, most).await });
+        let call = tokio::spawn(async move { runtime.containers.exec_sync(&id, command, most).await });
         let output = call.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
         return match output.exit_code {
             0 => Ok(None),

@@ -114,7 +114,7 @@ impl Stops {
             self.end_container(plan, (container, seen), window, before, &progress)
         });
         join_all(ends).await.into_iter().collect::<Result<(), Error>>()?;
-        ignore_missing(self.services.runtime.stop_sandbox(id).await)
+        ignore_missing(self.services.runtime.sandboxes.stop(id).await)
     }
 
     /// Stops one container: runs its hook, waits for the containers in `before`, and then stops its process.
@@ -140,7 +140,7 @@ impl Stops {
             return Ok(());
         }
         let stopped =
-            ignore_missing(self.services.runtime.stop_container(&container.id, window.for_runtime()).await);
+            ignore_missing(self.services.runtime.containers.stop(&container.id, window.for_runtime()).await);
         progress.send_modify(|p| match &stopped {
             Ok(()) => drop(p.ended.insert(container.id.clone())),
             Err(_) => p.failed = true,

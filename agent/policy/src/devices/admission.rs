@@ -113,7 +113,7 @@ pub struct Admission<'a> {
 pub fn contended(devices: &Devices, pod_uid: &str, wishes: &[ContainerRequest<'_>]) -> BTreeSet<String> {
     let wished = wishes.iter().flat_map(|wish| &wish.limits).map(|(resource, _)| *resource);
     let wished = wished.filter(|resource| is_extended_resource_name(resource) || devices.knows(resource));
-    let held = devices.held(pod_uid).into_iter().flatten().flat_map(|(_, held)| held.keys());
+    let held = devices.holders.held(pod_uid).into_iter().flatten().flat_map(|(_, held)| held.keys());
     wished.chain(held.map(String::as_str)).map(str::to_owned).collect()
 }
 
@@ -274,7 +274,7 @@ impl<'a> Admission<'a> {
 
     /// Ends the admission: the pod holds the devices that it held before, except those freed since.
     pub fn abort(self, devices: &mut Devices) {
-        devices.revert(self.pod_uid, &self.committed);
+        devices.holders.revert(self.pod_uid, &self.committed);
     }
 
     /// Returns the request in progress, its container and its resource.
@@ -289,7 +289,7 @@ impl<'a> Admission<'a> {
     fn affinity(&mut self, devices: &Devices) -> Result<Option<BTreeSet<i64>>, TopologyError> {
         let Circumstances { running, policy, scope, .. } = &self.circumstances;
         let wish = &self.wishes[self.at.0];
-        let held = devices.held(self.pod_uid).and_then(|pod| pod.get(wish.container));
+        let held = devices.holders.held(self.pod_uid).and_then(|pod| pod.get(wish.container));
         let has = |(resource, count): &(&str, usize)| {
             *count == 0 || !devices.knows(resource) || held.is_some_and(|held| held.contains_key(*resource))
         };

@@ -25,6 +25,8 @@ pub mod admission;
 pub mod checkpoint;
 mod choice;
 mod error;
+mod holders;
+mod inventory;
 mod rebuild;
 pub mod registration;
 mod serving;
@@ -32,11 +34,14 @@ pub mod topology;
 
 pub use choice::Question;
 pub use error::AllocateError;
+pub use holders::Holders;
+pub use inventory::{Capacity, Inventory};
 pub use rebuild::Remnant;
 pub use serving::Serving;
 
 use checkpoint::{CheckpointError, Data, HolderKey, Snapshot};
-use choice::{Nodes, fill, with_nodes};
+use choice::{fill, with_nodes};
+use inventory::Endpoint;
 
 /// Time for which the resource of a disconnected plugin stays listed (as unhealthy).
 pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
@@ -76,18 +81,6 @@ pub enum Health {
     Healthy,
     /// The device must not be allocated.
     Unhealthy,
-}
-
-#[derive(Debug, Clone, Default)]
-struct Endpoint {
-    options: PluginOptions,
-    stopped_at: Option<Duration>,
-}
-
-impl Endpoint {
-    fn expired(&self, now: Duration) -> bool {
-        self.stopped_at.is_some_and(|at| now.saturating_sub(at) > ENDPOINT_GRACE)
-    }
 }
 
 /// Devices that a container holds.
@@ -192,147 +185,20 @@ pub enum Selection {
     Ask(Question),
 }
 
-/// The node's devices of each resource.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Capacity {
-    /// All devices.
-    pub capacity: BTreeMap<String, usize>,
-    /// The healthy ones.
-    pub allocatable: BTreeMap<String, usize>,
-    /// Resources removed because their plugin has been gone for too long.
-    pub removed: Ids,
-}
-
 /// The ledger of devices and their holders.
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
-    endpoints: BTreeMap<String, Endpoint>,
-    /// Healthy devices of each plugin's list, shared as a whole.
-    healthy: BTreeMap<String, Arc<Ids>>,
-    unhealthy: BTreeMap<String, Ids>,
-    /// NUMA nodes by resource and device.
-    nodes: BTreeMap<String, Nodes>,
-    /// Number of devices of each resource by the set of nodes near them: a handful of sets, for any number of
-    /// devices.
-    places: BTreeMap<String, BTreeMap<Vec<i64>, usize>>,
-    /// Allocated devices. Freed lazily: terminated pods keep theirs until another pod requests devices.
-    taken: BTreeMap<String, Ids>,
-    pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
-    /// Devices healthy before the last restart, of resources whose plugin has not listed its devices since.
-    last_known: BTreeMap<String, Arc<Ids>>,
+    /// Devices that the plugins list.
+    pub inventory: Inventory,
+    /// Containers that hold devices.
+    pub holders: Holders,
 }
 
 impl Devices {
-    /// Records the registration of a plugin.
-    pub fn register(&mut self, resource: &str, options: PluginOptions) {
-        self.endpoints.insert(resource.to_owned(), Endpoint { options, stopped_at: None });
-    }
-
-    /// Replaces a plugin's list of devices.
-    pub fn list(&mut self, resource: &str, devices: impl IntoIterator<Item = Device>) {
-        let (mut healthy, mut unhealthy, mut nodes) = (Ids::new(), Ids::new(), BTreeMap::new());
-        for device in devices {
-            // If an id is listed twice, the last entry counts.
-            healthy.remove(&device.id);
-            unhealthy.remove(&device.id);
-            let set = if device.health == Health::Healthy { &mut healthy } else { &mut unhealthy };
-            set.insert(device.id.clone());
-            nodes.insert(device.id, device.numa_nodes);
-        }
-        let mut places: BTreeMap<Vec<i64>, usize> = BTreeMap::new();
-        for near in nodes.values() {
-            *places.entry(near.clone()).or_default() += 1;
-        }
-        self.last_known.remove(resource);
-        self.places.insert(resource.to_owned(), places);
-        self.healthy.insert(resource.to_owned(), Arc::new(healthy));
-        self.unhealthy.insert(resource.to_owned(), unhealthy);
-        self.nodes.insert(resource.to_owned(), nodes);
-    }
-
-    /// Marks the devices of a disconnected plugin as unhealthy.
-    pub fn stopped(&mut self, resource: &str, now: Duration) {
-        let Some(endpoint) = self.endpoints.get_mut(resource) else { return };
-        endpoint.stopped_at = Some(now);
-        let lost = self.healthy.get_mut(resource).map(std::mem::take).unwrap_or_default();
-        self.unhealthy.entry(resource.to_owned()).or_default().extend(Arc::unwrap_or_clone(lost));
-    }
-
-    /// Returns a plugin's options; `None` if the plugin is not registered or has disconnected.
-    #[must_use]
-    pub fn options(&self, resource: &str) -> Option<PluginOptions> {
-        self.endpoints
-            .get(resource)
-            .filter(|endpoint| endpoint.stopped_at.is_none())
-            .map(|endpoint| endpoint.options)
-    }
-
     /// Returns true for a device plugin's resource: one that is registered or held.
     #[must_use]
     pub fn knows(&self, resource: &str) -> bool {
-        self.healthy.contains_key(resource) || self.taken.contains_key(resource)
-    }
-
-    /// Returns the node's devices, and drops resources whose plugin has been gone for longer than
-    /// [`ENDPOINT_GRACE`].
-    pub fn capacity(&mut self, now: Duration) -> Capacity {
-        let mut result = Capacity::default();
-        let known: Ids = self.healthy.keys().chain(self.unhealthy.keys()).cloned().collect();
-        for resource in known {
-            if self.endpoints.get(&resource).is_none_or(|endpoint| endpoint.expired(now)) {
-                self.endpoints.remove(&resource);
-                self.healthy.remove(&resource);
-                self.unhealthy.remove(&resource);
-                self.last_known.remove(&resource);
-                result.removed.insert(resource);
-                continue;
-            }
-            let healthy = self.healthy.get(&resource).map(|ids| ids.len());
-            let unhealthy = self.unhealthy.get(&resource).map_or(0, BTreeSet::len);
-            result.capacity.insert(resource.clone(), healthy.unwrap_or(0) + unhealthy);
-            if let Some(healthy) = healthy {
-                result.allocatable.insert(resource, healthy);
-            }
-        }
-        result
-    }
-
-    /// Returns the node's devices, where a resource whose plugin has not registered since a restart keeps its
-    /// former amount: otherwise a rebooted node would seem to have no devices.
-    pub fn capacity_meanwhile(&mut self, now: Duration) -> Capacity {
-        let mut result = self.capacity(now);
-        for (resource, ids) in &self.last_known {
-            for amounts in [&mut result.capacity, &mut result.allocatable] {
-                let amount = amounts.entry(resource.clone()).or_default();
-                *amount = (*amount).max(ids.len());
-            }
-        }
-        result
-    }
-
-    /// Frees the devices of inactive pods. Call this before the first [`Self::select`] for a container,
-    /// unless some source of pods is not ready (the active pods are unknown then). Returns true if any were
-    /// freed.
-    pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) -> bool {
-        let before = self.pods.len();
-        self.pods.retain(|uid, _| active(uid));
-        let any = self.pods.len() < before;
-        if any {
-            self.recount();
-        }
-        any
-    }
-
-    /// Frees the devices of a container that has ended for good (an init container, once the next has
-    /// started). Devices that other containers of the pod reused stay theirs.
-    pub fn release(&mut self, pod_uid: &str, container: &str) {
-        let Some(pod) = self.pods.get_mut(pod_uid) else { return };
-        if pod.remove(container).is_some() {
-            if pod.is_empty() {
-                self.pods.remove(pod_uid);
-            }
-            self.recount();
-        }
+        self.inventory.healthy.contains_key(resource) || self.holders.taken.contains_key(resource)
     }
 
     /// Selects the devices that a container would get.
@@ -341,8 +207,11 @@ impl Devices {
     /// If the container cannot get them (possibly only for now: see [`AllocateError::may_pass`]).
     pub fn select(&mut self, request: &Request<'_>, serving: &Serving) -> Result<Selection, AllocateError> {
         let resource = request.resource.to_owned();
-        let held =
-            self.pods.get(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(request.resource));
+        let held = self
+            .holders
+            .pods
+            .get(request.pod_uid)
+            .and_then(|pod| pod.get(request.container)?.get(request.resource));
         let held = held.map(|held| held.ids());
         if let Some(held) = held.as_ref().filter(|held| held.len() != request.count) {
             return Err(AllocateError::Changed {
@@ -357,7 +226,7 @@ impl Devices {
             return Ok(Selection::Nothing);
         }
         // Health before need: a container that lost its devices must not continue (k/k issue 109595).
-        let Some(healthy) = self.healthy.get(request.resource) else {
+        let Some(healthy) = self.inventory.healthy.get(request.resource) else {
             return Err(AllocateError::Unregistered { resource });
         };
         if healthy.is_empty() {
@@ -378,12 +247,12 @@ impl Devices {
         resource: String,
         serving: &Serving,
     ) -> Result<Selection, AllocateError> {
-        let options = self.options(request.resource);
-        let taken = self.taken.entry(resource.clone()).or_default();
+        let options = self.inventory.options(request.resource);
+        let taken = self.holders.taken.entry(resource.clone()).or_default();
         let mut must_include: Ids = serving.left(request.resource).take(request.count).cloned().collect();
-        let healthy = self.healthy.entry(resource.clone()).or_default();
+        let healthy = self.inventory.healthy.entry(resource.clone()).or_default();
         let lent: Vec<&String> = serving.lent(request.resource).filter(|id| healthy.contains(*id)).collect();
-        let near = self.nodes.get(request.resource);
+        let near = self.inventory.nodes.get(request.resource);
         let is_near = |id: &&&String| {
             let near = near.and_then(|nodes| nodes.get(**id)).into_iter().flatten();
             serving.affinity.as_ref().is_none_or(|wanted| near.into_iter().any(|node| wanted.contains(node)))
@@ -403,13 +272,13 @@ impl Devices {
             return Err(AllocateError::TooFew { resource, requested: wanted, available: free.len() });
         }
         let Some(options) = options else {
-            self.recount();
+            self.holders.recount();
             return Err(AllocateError::PluginGone { resource });
         };
         if wanted == 0 {
             return Ok(Selection::Chosen(must_include));
         }
-        let nodes = self.nodes.entry(resource).or_default();
+        let nodes = self.inventory.nodes.entry(resource).or_default();
         let mut left: Vec<(&str, &[i64])> = with_nodes(free, nodes).collect();
         if let Some(affinity) = &serving.affinity {
             let is_near = |(_, near): &(&str, &[i64])| near.iter().any(|node| affinity.contains(node));
@@ -433,7 +302,7 @@ impl Devices {
     /// Records that the plugin has allocated these devices to the container; `response` is its encoded
     /// answer.
     pub fn commit(&mut self, request: &Request<'_>, ids: &BTreeSet<String>, response: Vec<u8>) {
-        let nodes = self.nodes.get(request.resource);
+        let nodes = self.inventory.nodes.get(request.resource);
         let mut by_node: BTreeMap<i64, Vec<String>> = BTreeMap::new();
         for id in ids {
             match nodes.and_then(|nodes| nodes.get(id)).filter(|near| !near.is_empty()) {
@@ -441,106 +310,21 @@ impl Devices {
                 None => by_node.entry(NO_NODE).or_default().push(id.clone()),
             }
         }
-        let pod = self.pods.entry(request.pod_uid.to_owned()).or_default();
-        let container = pod.entry(request.container.to_owned()).or_default();
-        container.insert(request.resource.to_owned(), Arc::new(HeldDevices { by_node, response }));
-        self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
-    }
-
-    /// Drops a selection that the plugin did not allocate.
-    pub fn abandon(&mut self) {
-        self.recount();
-    }
-
-    /// Reverts commits for a pod's containers: pairs of container and resource.
-    pub(crate) fn revert(&mut self, pod_uid: &str, committed: &[(String, String)]) {
-        if let Some(pod) = self.pods.get_mut(pod_uid) {
-            for (container, resource) in committed {
-                if let Some(held) = pod.get_mut(container) {
-                    held.remove(resource);
-                }
-            }
-            pod.retain(|_, held| !held.is_empty());
-            if pod.is_empty() {
-                self.pods.remove(pod_uid);
-            }
-        }
-        self.recount();
-    }
-
-    /// Frees all devices of a terminated pod.
-    pub fn forget(&mut self, pod_uid: &str) {
-        self.pods.remove(pod_uid);
-        self.recount();
-    }
-
-    /// Returns the devices that a pod's containers hold.
-    #[must_use]
-    pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
-        self.pods.get(pod_uid)
-    }
-
-    /// Returns the uids of pods that hold devices.
-    pub fn pods(&self) -> impl Iterator<Item = &str> {
-        self.pods.keys().map(String::as_str)
-    }
-
-    /// Returns the resources that are listed now, or were before the last restart.
-    pub fn resources(&self) -> impl Iterator<Item = &str> {
-        self.healthy.keys().map(String::as_str)
-    }
-
-    /// Returns the devices of a resource with their health, sorted by id.
-    pub fn devices_of(&self, resource: &str) -> Vec<Device> {
-        let nodes = self.nodes.get(resource);
-        let of = |ids: Option<&Ids>, health: Health| {
-            let device = |id: &String| {
-                let numa_nodes = nodes.and_then(|nodes| nodes.get(id)).cloned().unwrap_or_default();
-                Device { id: id.clone(), health, numa_nodes }
-            };
-            ids.into_iter().flatten().map(device).collect::<Vec<_>>()
-        };
-        let mut all = of(self.healthy.get(resource).map(|ids| &**ids), Health::Healthy);
-        all.extend(of(self.unhealthy.get(resource), Health::Unhealthy));
-        all.sort_by(|a, b| a.id.cmp(&b.id));
-        all
-    }
-
-    /// Returns the time at which a resource's plugin disconnected; `None` while it is connected (or never
-    /// was).
-    #[must_use]
-    pub fn gone_since(&self, resource: &str) -> Option<Duration> {
-        self.endpoints.get(resource)?.stopped_at
-    }
-
-    /// Returns true if a device is healthy.
-    #[must_use]
-    pub fn is_healthy(&self, resource: &str, id: &str) -> bool {
-        self.healthy.get(resource).is_some_and(|ids| ids.contains(id))
+        self.holders.add(request, ids, HeldDevices { by_node, response });
     }
 
     /// Returns the number of healthy devices of a resource that no container holds.
     #[must_use]
     pub fn free(&self, resource: &str) -> usize {
-        let Some(healthy) = self.healthy.get(resource) else { return 0 };
-        let taken = self.taken.get(resource).map_or(0, |taken| healthy.intersection(taken).count());
+        let Some(healthy) = self.inventory.healthy.get(resource) else { return 0 };
+        let taken = self.holders.taken.get(resource).map_or(0, |taken| healthy.intersection(taken).count());
         healthy.len() - taken
-    }
-
-    /// Returns the healthy devices of each resource, with the NUMA nodes near each.
-    pub fn allocatable(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (&str, &[i64])>)> {
-        self.healthy.iter().map(|(resource, ids)| {
-            let nodes = self.nodes.get(resource);
-            let near =
-                move |id: &String| nodes.and_then(|nodes| nodes.get(id)).map_or(&[][..], Vec::as_slice);
-            (resource.as_str(), ids.iter().map(move |id| (id.as_str(), near(id))))
-        })
     }
 
     /// Returns the state that must survive a restart of the agent.
     #[must_use]
     pub fn checkpoint(&self) -> Snapshot {
-        let containers = self.pods.iter().flat_map(|(uid, pod)| {
+        let containers = self.holders.pods.iter().flat_map(|(uid, pod)| {
             pod.iter().flat_map(move |(container, held)| held.iter().map(move |held| (uid, container, held)))
         });
         let held = containers.map(|(pod_uid, container, (resource, held))| {
@@ -551,8 +335,8 @@ impl Devices {
             };
             (place, Arc::clone(held))
         });
-        let registered = self.healthy.iter().map(|(resource, ids)| {
-            (resource.clone(), Arc::clone(self.last_known.get(resource).unwrap_or(ids)))
+        let registered = self.inventory.healthy.iter().map(|(resource, ids)| {
+            (resource.clone(), Arc::clone(self.inventory.last_known.get(resource).unwrap_or(ids)))
         });
         Snapshot { held: held.collect(), registered: registered.collect() }
     }
@@ -562,17 +346,20 @@ impl Devices {
         let mut devices = Self::default();
         for entry in data.pod_device_entries.unwrap_or_default() {
             let (HolderKey { pod_uid, container, resource }, held) = entry.into_held();
-            let pod = devices.pods.entry(pod_uid).or_default();
+            let pod = devices.holders.pods.entry(pod_uid).or_default();
             pod.entry(container).or_default().insert(resource, Arc::new(held));
         }
         for (resource, ids) in data.registered_devices.unwrap_or_default() {
             let ids = ids.unwrap_or_default().into_iter().collect();
-            devices.last_known.insert(resource.clone(), Arc::new(ids));
-            devices.healthy.insert(resource.clone(), Arc::default());
-            devices.unhealthy.insert(resource.clone(), Ids::new());
-            devices.endpoints.insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });
+            devices.inventory.last_known.insert(resource.clone(), Arc::new(ids));
+            devices.inventory.healthy.insert(resource.clone(), Arc::default());
+            devices.inventory.unhealthy.insert(resource.clone(), Ids::new());
+            devices
+                .inventory
+                .endpoints
+                .insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });
         }
-        devices.recount();
+        devices.holders.recount();
         devices
     }
 
@@ -582,14 +369,6 @@ impl Devices {
     /// If the file is corrupt.
     pub fn read(file: &[u8], now: Duration) -> Result<Self, CheckpointError> {
         Ok(Self::restored(Data::read(file)?, now))
-    }
-
-    /// Recomputes the allocated devices from their holders.
-    fn recount(&mut self) {
-        self.taken.clear();
-        for (resource, held) in self.pods.values().flat_map(BTreeMap::values).flatten() {
-            self.taken.entry(resource.clone()).or_default().extend(held.ids());
-        }
     }
 }
 

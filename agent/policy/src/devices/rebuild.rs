@@ -80,8 +80,8 @@ mod tests {
     fn check(remnants: Vec<Remnant>, expected: &[&str], conflicts: usize) {
         let (devices, dropped) = Devices::rebuilt(remnants, Duration::ZERO);
         let mut lines = Vec::new();
-        for pod in devices.pods() {
-            for (container, held) in devices.held(pod).into_iter().flatten() {
+        for pod in devices.holders.pods() {
+            for (container, held) in devices.holders.held(pod).into_iter().flatten() {
                 let ids: Vec<String> = held.values().flat_map(|held| held.ids()).collect();
                 lines.push(format!("{pod}/{container}: {}", ids.join(" ")));
             }

@@ -33,7 +33,7 @@ impl Serving {
     ) {
         self.later.clear();
         self.lends = kind == ContainerKind::Init;
-        let Some(pod) = devices.pods.get(pod_uid) else { return };
+        let Some(pod) = devices.holders.pods.get(pod_uid) else { return };
         for container in after {
             self.lends &= !runs(container);
             for (resource, held) in pod.get(container).into_iter().flatten() {
@@ -64,7 +64,7 @@ impl Serving {
     /// Ends the serving of a container. An init container leaves its devices to the later containers; a
     /// lasting one does not.
     pub fn finish(&mut self, devices: &Devices, pod_uid: &str, container: &str, kind: ContainerKind) {
-        let held = devices.pods.get(pod_uid).and_then(|pod| pod.get(container));
+        let held = devices.holders.pods.get(pod_uid).and_then(|pod| pod.get(container));
         for (resource, held) in held.into_iter().flatten() {
             let reusable = self.reuse.entry(resource.clone()).or_default();
             match kind {

@@ -45,7 +45,7 @@ impl Ledger {
 /// Builds a ledger with one plugin that lists these devices: `name@node`, `!name` is unhealthy.
 fn ledger(text: &str) -> Ledger {
     let mut devices = Ledger::default();
-    devices.register(GPU, PluginOptions::default());
+    devices.inventory.register(GPU, PluginOptions::default());
     list(&mut devices, text);
     devices
 }
@@ -57,7 +57,7 @@ fn list(devices: &mut Devices, text: &str) {
         let health = if name.starts_with('!') { Health::Unhealthy } else { Health::Healthy };
         Device { health, ..device(name.trim_start_matches('!'), node.as_slice()) }
     };
-    devices.list(GPU, text.split_whitespace().map(one).collect::<Vec<_>>());
+    devices.inventory.list(GPU, text.split_whitespace().map(one).collect::<Vec<_>>());
 }
 
 fn request<'a>(pod_uid: &'a str, container: &'a str, count: usize) -> Request<'a> {
@@ -81,7 +81,7 @@ fn serve(
     }
     let Ledger { devices, serving } = devices;
     serving.1.finish(devices, request.pod_uid, request.container, kind);
-    let held = devices.held(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(GPU));
+    let held = devices.holders.held(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(GPU));
     Ok(held.map(|held| held.ids()).unwrap_or_default().into_iter().collect::<Vec<_>>().join(" "))
 }
 
@@ -116,7 +116,7 @@ fn devices_come_from_as_few_numa_nodes_as_possible() {
 #[test]
 fn a_node_that_a_plugin_names_twice_counts_once() {
     let mut devices = ledger("");
-    devices.list(GPU, ["a", "b", "c"].map(|id| device(id, &[0, 0])));
+    devices.inventory.list(GPU, ["a", "b", "c"].map(|id| device(id, &[0, 0])));
     assert_eq!(devices.select(&request("p", "c", 2)), Ok(Selection::Chosen(ids("a b"))));
 }
 
@@ -138,14 +138,14 @@ fn unused_devices_of_an_ended_init_container_are_free_again() {
     serve(&mut devices, &request("p", "main", 1), ContainerKind::Lasting, &[]).unwrap();
     let other = request("q", "main", 2);
     assert!(serve(&mut devices, &other, ContainerKind::Lasting, &[]).is_err());
-    devices.release("p", "init");
+    devices.holders.release("p", "init");
     assert_eq!(serve(&mut devices, &other, ContainerKind::Lasting, &[]).unwrap(), "b c");
 }
 
 #[test]
 fn the_plugins_preference_is_taken_best_first_and_made_up_for() {
     let mut devices = ledger("a b !c d");
-    devices.register(
+    devices.inventory.register(
         GPU,
         PluginOptions { get_preferred_allocation_available: true, ..PluginOptions::default() },
     );
@@ -182,17 +182,17 @@ fn devices_of_terminated_pods_are_freed_when_another_pod_requests_some() {
     let mut devices = ledger("a");
     serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap();
     assert!(devices.select(&request("q", "c", 1)).is_err());
-    devices.free_inactive(|uid| uid == "q");
+    devices.holders.free_inactive(|uid| uid == "q");
     assert_eq!(serve(&mut devices, &request("q", "c", 1), ContainerKind::Lasting, &[]).unwrap(), "a");
 }
 
 #[test]
 fn a_stopped_plugins_devices_are_unhealthy_and_forgotten_after_the_grace_period() {
     let mut devices = ledger("a b !c");
-    devices.stopped(GPU, Duration::from_secs(10));
-    let capacity = devices.capacity(Duration::from_secs(310));
+    devices.inventory.stopped(GPU, Duration::from_secs(10));
+    let capacity = devices.inventory.capacity(Duration::from_secs(310));
     assert_eq!((capacity.capacity[GPU], capacity.allocatable[GPU], capacity.removed.len()), (3, 0, 0));
-    let capacity = devices.capacity(Duration::from_secs(311));
+    let capacity = devices.inventory.capacity(Duration::from_secs(311));
     assert_eq!((capacity.capacity.len(), capacity.removed), (0, ids(GPU)));
     assert!(!devices.knows(GPU));
 }
@@ -200,10 +200,10 @@ fn a_stopped_plugins_devices_are_unhealthy_and_forgotten_after_the_grace_period(
 #[test]
 fn a_plugin_that_comes_back_in_time_is_as_before() {
     let mut devices = ledger("a");
-    devices.stopped(GPU, Duration::ZERO);
-    devices.register(GPU, PluginOptions::default());
+    devices.inventory.stopped(GPU, Duration::ZERO);
+    devices.inventory.register(GPU, PluginOptions::default());
     list(&mut devices, "a");
-    assert_eq!(devices.capacity(Duration::from_secs(9999)).allocatable[GPU], 1);
+    assert_eq!(devices.inventory.capacity(Duration::from_secs(9999)).allocatable[GPU], 1);
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
     let mut devices = Ledger { devices, ..Ledger::default() };
     assert!(devices.knows(GPU));
     assert_eq!(
-        devices.held("p").unwrap()["c"][GPU].by_node,
+        devices.holders.held("p").unwrap()["c"][GPU].by_node,
         BTreeMap::from([(-1, vec!["b".to_owned()]), (1, vec!["a".to_owned()])])
     );
     assert!(devices.select(&request("q", "c", 1)).unwrap_err().may_pass());
@@ -231,15 +231,15 @@ fn capacity_is_what_it_was_until_a_plugin_is_back_or_overdue() {
     for _ in 0..2 {
         // A second restart finds the first one's state in the checkpoint.
         devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
-        let meanwhile = devices.capacity_meanwhile(Duration::from_secs(300));
+        let meanwhile = devices.inventory.capacity_meanwhile(Duration::from_secs(300));
         assert_eq!((meanwhile.capacity[GPU], meanwhile.allocatable[GPU]), (2, 2));
     }
     let mut back = devices.clone();
-    back.register(GPU, PluginOptions::default());
+    back.inventory.register(GPU, PluginOptions::default());
     list(&mut back, "a !b");
-    let now = back.capacity_meanwhile(Duration::from_secs(1));
+    let now = back.inventory.capacity_meanwhile(Duration::from_secs(1));
     assert_eq!((now.capacity[GPU], now.allocatable[GPU]), (2, 1));
-    let overdue = devices.capacity_meanwhile(Duration::from_secs(301));
+    let overdue = devices.inventory.capacity_meanwhile(Duration::from_secs(301));
     assert_eq!((overdue.capacity.len(), overdue.removed), (0, ids(GPU)));
 }
 
@@ -286,7 +286,7 @@ fn play(devices: &mut Ledger, alive: &mut BTreeSet<String>, event: &Event) {
     match event {
         Event::List(rows) => {
             let health = |healthy: bool| if healthy { Health::Healthy } else { Health::Unhealthy };
-            devices.register(
+            devices.inventory.register(
                 GPU,
                 PluginOptions {
                     get_preferred_allocation_available: rows.len() > 4,
@@ -297,18 +297,18 @@ fn play(devices: &mut Ledger, alive: &mut BTreeSet<String>, event: &Event) {
                 health: health(*healthy),
                 ..device(&name("d", *id), node.as_slice())
             };
-            devices.list(GPU, rows.iter().map(row).collect::<Vec<_>>());
+            devices.inventory.list(GPU, rows.iter().map(row).collect::<Vec<_>>());
         }
         Event::Serve { pod, container, count, init, preferred } => {
             alive.insert(name("p", *pod));
-            devices.free_inactive(|uid| alive.contains(uid));
+            devices.holders.free_inactive(|uid| alive.contains(uid));
             let kind = if *init { ContainerKind::Init } else { ContainerKind::Lasting };
             let preferred: Vec<String> = preferred.iter().map(|id| name("d", *id)).collect();
             let preferred: Vec<&str> = preferred.iter().map(String::as_str).collect();
             let _ =
                 serve(devices, &request(&name("p", *pod), &name("c", *container), *count), kind, &preferred);
         }
-        Event::Release(pod, container) => devices.release(&name("p", *pod), &name("c", *container)),
+        Event::Release(pod, container) => devices.holders.release(&name("p", *pod), &name("c", *container)),
         Event::Gone(pod) => {
             alive.remove(&name("p", *pod));
         }
@@ -316,7 +316,7 @@ fn play(devices: &mut Ledger, alive: &mut BTreeSet<String>, event: &Event) {
             let file = devices.checkpoint().write().unwrap();
             *devices = Ledger { devices: Devices::read(&file, Duration::ZERO).unwrap(), ..Ledger::default() };
         }
-        Event::Stop => devices.stopped(GPU, Duration::ZERO),
+        Event::Stop => devices.inventory.stopped(GPU, Duration::ZERO),
     }
 }
 
@@ -335,8 +335,8 @@ proptest! {
         for event in &events {
             play(&mut devices, &mut alive, event);
             let mut holder: BTreeMap<String, &str> = BTreeMap::new();
-            for pod in devices.pods() {
-                for id in devices.held(pod).into_iter().flatten().flat_map(|(_, held)| held.values()).flat_map(|held| held.ids()) {
+            for pod in devices.holders.pods() {
+                for id in devices.holders.held(pod).into_iter().flatten().flat_map(|(_, held)| held.values()).flat_map(|held| held.ids()) {
                     let other = holder.insert(id.clone(), pod);
                     prop_assert!(other.is_none_or(|other| other == pod), "{id} is held by {other:?} and {pod} after {event:?}");
                 }

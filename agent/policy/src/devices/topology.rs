@@ -76,7 +76,7 @@ impl Devices {
         let wanted: Vec<(&str, usize)> =
             limits.iter().copied().filter(|(resource, count)| *count > 0 && self.knows(resource)).collect();
         let nodes: Vec<i64> = {
-            let places = wanted.iter().filter_map(|(resource, _)| self.places.get(*resource));
+            let places = wanted.iter().filter_map(|(resource, _)| self.inventory.places.get(*resource));
             let all: BTreeSet<i64> = places.flat_map(BTreeMap::keys).flatten().copied().collect();
             all.into_iter().take(MAX_NODES).collect()
         };
@@ -111,7 +111,7 @@ impl Devices {
         count: usize,
         machine: &[i64],
     ) -> Option<Vec<(Vec<i64>, bool)>> {
-        let places = self.places.get(resource)?;
+        let places = self.inventory.places.get(resource)?;
         let near: BTreeSet<i64> = places.keys().flatten().copied().collect();
         let mut nodes: Vec<i64> = machine.iter().copied().filter(|node| near.contains(node)).collect();
         if nodes.is_empty() {
@@ -139,13 +139,15 @@ impl Devices {
         count: usize,
         nodes: &[i64],
     ) -> Hints {
-        let (Some(near), Some(places)) = (self.nodes.get(resource), self.places.get(resource)) else {
+        let (Some(near), Some(places)) =
+            (self.inventory.nodes.get(resource), self.inventory.places.get(resource))
+        else {
             return Hints::NoPreference;
         };
         if places.keys().all(Vec::is_empty) {
             return Hints::NoPreference;
         }
-        let held = container.and_then(|name| self.pods.get(pod_uid)?.get(name)?.get(resource));
+        let held = container.and_then(|name| self.holders.pods.get(pod_uid)?.get(name)?.get(resource));
         let held = held.map(|held| held.ids()).filter(|ids| ids.len() == count);
         let reusable: Ids = match &held {
             Some(_) => Ids::new(),
@@ -155,8 +157,8 @@ impl Devices {
         let available: Vec<&String> = match &held {
             Some(ids) => ids.iter().collect(),
             None => {
-                let healthy = self.healthy.get(resource).map_or(&none, |ids| &**ids);
-                let taken = self.taken.get(resource).unwrap_or(&none);
+                let healthy = self.inventory.healthy.get(resource).map_or(&none, |ids| &**ids);
+                let taken = self.holders.taken.get(resource).unwrap_or(&none);
                 let lent = serving
                     .lent(resource)
                     .filter(|id| healthy.contains(*id) && taken.contains(*id) && !reusable.contains(*id));
@@ -234,13 +236,13 @@ mod tests {
     fn ledger(gpus: &str, nics: &str) -> Devices {
         let mut devices = Devices::default();
         for (resource, text) in [(GPU, gpus), (NIC, nics)] {
-            devices.register(resource, PluginOptions::default());
+            devices.inventory.register(resource, PluginOptions::default());
             let device = |word: &str| {
                 let (id, node) = word.trim_start_matches('*').split_once('@').unwrap_or((word, ""));
                 let numa_nodes = node.split('+').filter_map(|node| node.parse().ok()).collect();
                 Device { id: id.to_owned(), health: Health::Healthy, numa_nodes }
             };
-            devices.list(resource, text.split_whitespace().map(device).collect::<Vec<_>>());
+            devices.inventory.list(resource, text.split_whitespace().map(device).collect::<Vec<_>>());
             let taken =
                 text.split_whitespace().filter(|word| word.starts_with('*')).map(|word| device(word).id);
             let request =

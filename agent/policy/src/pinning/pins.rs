@@ -169,7 +169,9 @@ impl Pins {
         // An ended init container has released its memory.
         let memory = |container: &ContainerNeeds| {
             let named = container.memory.as_ref().is_ok_and(|memory| !memory.is_empty());
-            container.kind == Kind::Init || !named || !self.memory.of(&needs.uid, &container.name).is_empty()
+            container.kind == Kind::Init
+                || !named
+                || !self.memory.state().of(&needs.uid, &container.name).is_empty()
         };
         let nothing = needs.ignored || !needs.guaranteed;
         let all = |held: &dyn Fn(&ContainerNeeds) -> bool| needs.containers.iter().all(held);

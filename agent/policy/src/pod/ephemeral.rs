@@ -38,13 +38,13 @@ fn as_container(spec: &EphemeralContainer) -> ContainerSpec {
 impl Decision<'_> {
     /// Starts those that never ran, also during initialization (the kubelet's computePodActions).
     pub(super) fn start_ephemeral(&mut self) {
-        let spec = self.spec;
+        let spec = self.facts.spec;
         for name in spec.ephemeral_containers.iter().flatten().map(|container| container.name.as_str()) {
-            match self.newest.get(name).map(|c| (&c.state, c.attempt)) {
+            match self.facts.newest.get(name).map(|c| (&c.state, c.attempt)) {
                 None => self.start(name, 0, Duration::ZERO, None),
                 Some((ContainerState::Created, attempt)) => {
-                    let newest = self.newest.get(name).copied();
-                    let here = newest.filter(|c| self.current.is_some_and(|s| s.id == c.sandbox_id));
+                    let newest = self.facts.newest.get(name).copied();
+                    let here = newest.filter(|c| self.facts.current.is_some_and(|s| s.id == c.sandbox_id));
                     let here = here.map(|c| c.id.clone());
                     let attempt = if here.is_some() { attempt } else { attempt.saturating_add(1) };
                     self.start(name, attempt, Duration::ZERO, here);

@@ -22,13 +22,13 @@ pub mod why;
 
 use std::{collections::BTreeMap, time::Duration};
 
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
 use beelet_units::{bounds, moment::Moment};
 
 mod actions;
 mod ephemeral;
+mod facts;
 mod observed;
 mod restart;
 mod round;
@@ -36,7 +36,9 @@ mod start_retry;
 
 pub use actions::{Actions, Backoff, Hook, Kill, KillReason, Outcome, Start};
 pub use ephemeral::ephemeral_containers;
+use facts::Facts;
 pub use observed::{Container, ContainerState, Observed, Sandbox, UNKNOWN_EXIT, Verdicts};
+#[cfg(test)]
 use restart::RESTART_DELAY_MAX;
 #[cfg(test)]
 use restart::RESTART_DELAY_RESET;
@@ -68,12 +70,12 @@ pub fn actions(
     times: Times<'_>,
 ) -> Actions {
     let Some(spec) = &pod.spec else { return Actions::default() };
-    let mut decision = Decision::new(spec, observed, verdicts, times);
-    decision.max_restart_delay = max_restart_delay;
+    let facts = Facts::new(spec, observed, verdicts, max_restart_delay, times);
+    let mut decision = Decision { facts, actions: Actions::default() };
     decision.retire_old_sandboxes();
-    if let Some(outcome) = decision.outcome() {
+    if let Some(outcome) = decision.facts.outcome() {
         decision.finish(outcome);
-    } else if decision.current.is_none() {
+    } else if decision.facts.current.is_none() {
         decision.stop_dead_sandboxes();
         let attempt = observed.sandboxes.iter().map(|s| s.attempt.saturating_add(1)).max().unwrap_or(0);
         decision.actions.create_sandbox = Some(attempt);
@@ -90,73 +92,18 @@ pub fn actions(
 
 /// A decision in the making.
 struct Decision<'a> {
-    spec: &'a PodSpec,
-    observed: &'a Observed,
-    verdicts: &'a Verdicts,
-    times: Times<'a>,
-    max_restart_delay: Duration,
-    /// The sandbox that containers run in; `None` if a new one is needed.
-    current: Option<&'a Sandbox>,
-    /// The newest container of each name, in any sandbox: it holds the restart count.
-    newest: BTreeMap<&'a str, &'a Container>,
-    round: Round,
+    facts: Facts<'a>,
     actions: Actions,
 }
 
-impl<'a> Decision<'a> {
-    fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, times: Times<'a>) -> Self {
-        let current = observed.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
-        let newest = newest(observed);
-        let round = Round::of_newest(spec, &newest);
-        let max_restart_delay = RESTART_DELAY_MAX;
-        let actions = Actions::default();
-        Self { spec, observed, verdicts, times, max_restart_delay, current, newest, round, actions }
-    }
-
-    /// Returns the container of this name in the current sandbox and round: earlier attempts are history.
-    fn here(&self, name: &str) -> Option<&'a Container> {
-        let current = self.current?;
-        self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
-    }
-
-    /// Returns the exit code of the newest container of this name, if it has ended. A container to be
-    /// replaced in any case has none; for one that the runtime has lost the last known code counts.
-    fn exit_code(&self, name: &str) -> Option<i32> {
-        let Some(newest) = self.newest.get(name) else {
-            return self.verdicts.last_codes.get(name).copied();
-        };
-        let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c) && !self.comes_back(c);
-        match Some(newest).filter(counts).map(|c| &c.state) {
-            Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
-            _ => None,
-        }
-    }
-
-    /// Returns true if a container was stopped for a replacement that matches the pod's spec.
-    fn is_outdated(&self, container: &Container) -> bool {
-        let reason = self.verdicts.condemned.get(&container.id);
-        matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
-    }
-
-    /// Returns true if the reason for stopping a container requires its restart.
-    fn comes_back(&self, container: &Container) -> bool {
-        let reason = self.verdicts.condemned.get(&container.id);
-        let mut own = self.spec.containers.iter().filter(|c| c.name == container.name);
-        reason.is_some_and(|reason| reason.is_for_a_restart())
-            && own.any(|c| restarts_when_killed(self.spec, c))
-    }
-
-    fn init_containers(&self) -> &'a [ContainerSpec] {
-        self.spec.init_containers.as_deref().unwrap_or_default()
-    }
-
+impl Decision<'_> {
     /// Stops every sandbox but the current one while anything in it may still run.
     fn retire_old_sandboxes(&mut self) {
-        for sandbox in &self.observed.sandboxes {
-            if self.current.is_some_and(|c| c.id == sandbox.id) {
+        for sandbox in &self.facts.observed.sandboxes {
+            if self.facts.current.is_some_and(|c| c.id == sandbox.id) {
                 continue;
             }
-            let alive = self.observed.containers.iter().any(|c| {
+            let alive = self.facts.observed.containers.iter().any(|c| {
                 c.sandbox_id == sandbox.id
                     && !matches!(c.state, ContainerState::Exited { .. } | ContainerState::Created)
             });
@@ -170,44 +117,18 @@ impl<'a> Decision<'a> {
     /// sandbox whose processes were lost in a reboot holds its addresses until then.
     fn stop_dead_sandboxes(&mut self) {
         let stopped = &mut self.actions.stop_sandboxes;
-        for sandbox in &self.observed.sandboxes {
+        for sandbox in &self.facts.observed.sandboxes {
             if !stopped.contains(&sandbox.id) {
                 stopped.push(sandbox.id.clone());
             }
         }
     }
 
-    /// Returns the pod's outcome, if it has ended.
-    fn outcome(&self) -> Option<Outcome> {
-        let outcome_of = |codes: &[Option<i32>]| {
-            let all_zero = codes.iter().all(|code| *code == Some(0));
-            if all_zero { Outcome::Succeeded } else { Outcome::Failed }
-        };
-        let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
-        if regular.any(|c| {
-            self.exit_code(&c.name).is_some_and(|code| code != 0 && !init_restarts(self.spec, c, code))
-        }) {
-            return Some(Outcome::Failed);
-        }
-        let mut own = self.spec.containers.iter();
-        let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
-        // A dead sandbox took its containers along; if none of them is ever restarted, the pod has ended.
-        let comes_back = own.any(|c| restart::ever_restarts(self.spec, c)) || may_restart_all(self.spec);
-        if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
-            return Some(outcome_of(&codes));
-        }
-        let ended_for_good = |(c, code): (&ContainerSpec, &Option<i32>)| {
-            code.is_some_and(|code| !restarts(self.spec, c, code))
-        };
-        let all = self.spec.containers.iter().zip(&codes).all(ended_for_good);
-        all.then(|| outcome_of(&codes))
-    }
-
     /// Stops a finished pod's sandbox, with the sidecars in it. Then the pod releases its resources, except
     /// its containers and their logs (the kubelet's `SyncTerminatedPod`).
     fn finish(&mut self, outcome: Outcome) {
         self.actions.outcome = Some(outcome);
-        if let Some(current) = self.current {
+        if let Some(current) = self.facts.current {
             self.actions.stop_sandboxes.push(current.id.clone());
         }
         self.actions.release = self.actions.stop_sandboxes.is_empty();
@@ -218,11 +139,11 @@ impl<'a> Decision<'a> {
     }
 
     fn kill_condemned(&mut self) {
-        for container in self.newest.clone().into_values() {
-            if self.here(&container.name).is_none() {
+        for container in self.facts.newest.clone().into_values() {
+            if self.facts.here(&container.name).is_none() {
                 continue;
             }
-            match (&container.state, self.verdicts.condemned.get(&container.id)) {
+            match (&container.state, self.facts.verdicts.condemned.get(&container.id)) {
                 (ContainerState::Running { .. }, Some(reason)) => self.kill(container, *reason),
                 (ContainerState::Unknown, _) => self.kill(container, KillReason::Unknown),
                 _ => {}
@@ -232,11 +153,11 @@ impl<'a> Decision<'a> {
 
     fn start_missing(&mut self) {
         // Once any of the pod's own containers exists, this sandbox's initialization is over.
-        let initialized = self.spec.containers.iter().any(|c| self.here(&c.name).is_some());
-        for spec in self.init_containers() {
+        let initialized = self.facts.spec.containers.iter().any(|c| self.facts.here(&c.name).is_some());
+        for spec in self.facts.init_containers() {
             let ready_for_next = if is_sidecar(spec) {
                 self.keep_running(spec, |_| true);
-                !self.waits_for_hook(spec) && self.is_started(&spec.name)
+                !self.waits_for_hook(spec) && self.facts.is_started(&spec.name)
             } else {
                 initialized || self.run_to_completion(spec)
             };
@@ -244,10 +165,10 @@ impl<'a> Decision<'a> {
                 return;
             }
         }
-        for spec in &self.spec.containers {
-            let again = |code| restarts(self.spec, spec, code);
+        for spec in &self.facts.spec.containers {
+            let again = |code| restarts(self.facts.spec, spec, code);
             // A container that ended for good in an earlier sandbox does not run again in this one.
-            if self.exit_code(&spec.name).is_none_or(again) {
+            if self.facts.exit_code(&spec.name).is_none_or(again) {
                 self.keep_running(spec, again);
             }
             // The kubelet starts containers one after the other, hooks included; users rely on that to delay
@@ -258,24 +179,18 @@ impl<'a> Decision<'a> {
         }
     }
 
-    fn is_started(&self, name: &str) -> bool {
-        self.here(name).is_some_and(|c| {
-            matches!(c.state, ContainerState::Running { .. }) && self.verdicts.started.contains(&c.id)
-        })
-    }
-
     /// Returns true if the container runs but its postStart hook is not known to have finished; requests the
     /// hook in that case.
     fn waits_for_hook(&mut self, spec: &ContainerSpec) -> bool {
         if spec.lifecycle.as_ref().is_none_or(|lifecycle| lifecycle.post_start.is_none()) {
             return false;
         }
-        let Some(container) = self.here(&spec.name) else { return false };
+        let Some(container) = self.facts.here(&spec.name) else { return false };
         let runs = matches!(container.state, ContainerState::Running { .. });
-        if !runs || self.verdicts.hooked.contains(&container.id) {
+        if !runs || self.facts.verdicts.hooked.contains(&container.id) {
             return false;
         }
-        if !self.verdicts.condemned.contains_key(&container.id) {
+        if !self.facts.verdicts.condemned.contains_key(&container.id) {
             self.actions.post_start.push(Hook { id: container.id.clone(), name: container.name.clone() });
         }
         true
@@ -284,7 +199,7 @@ impl<'a> Decision<'a> {
     /// Starts an init container if needed; returns true once it has succeeded.
     fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
         // An instance that was stopped for a resize has not succeeded, even with exit code 0.
-        let here = self.here(&spec.name).filter(|container| !self.is_outdated(container));
+        let here = self.facts.here(&spec.name).filter(|container| !self.facts.is_outdated(container));
         if let Some(ContainerState::Exited { exit_code: 0, .. }) = here.map(|c| &c.state) {
             return true;
         }
@@ -294,10 +209,11 @@ impl<'a> Decision<'a> {
     }
 
     fn keep_running(&mut self, spec: &ContainerSpec, restarts: impl Fn(i32) -> bool) {
-        let Some(container) = self.here(&spec.name) else {
+        let Some(container) = self.facts.here(&spec.name) else {
             // The first instance in this sandbox, though earlier sandboxes may have had one.
-            let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt.saturating_add(1));
-            self.start(&spec.name, attempt, self.first_delay(&spec.name), None);
+            let attempt =
+                self.facts.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt.saturating_add(1));
+            self.start(&spec.name, attempt, self.facts.first_delay(&spec.name), None);
             return;
         };
         match &container.state {
@@ -306,22 +222,22 @@ impl<'a> Decision<'a> {
                 let created = Some(container.id.clone());
                 self.start(&spec.name, container.attempt, container.restart_delay, created);
             }
-            ContainerState::Exited { .. } if self.is_outdated(container) => {
+            ContainerState::Exited { .. } if self.facts.is_outdated(container) => {
                 // Crashes of another image must not delay this one.
-                let delay = match self.verdicts.condemned.get(&container.id) {
+                let delay = match self.facts.verdicts.condemned.get(&container.id) {
                     Some(KillReason::Redefined) => Duration::ZERO,
                     _ => container.restart_delay,
                 };
                 self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
             }
             ContainerState::Exited { exit_code, .. } => {
-                let again = restarts(*exit_code) || self.comes_back(container);
-                let Some((delay, until)) = self.delay_after(container).filter(|_| again) else {
+                let again = restarts(*exit_code) || self.facts.comes_back(container);
+                let Some((delay, until)) = self.facts.delay_after(container).filter(|_| again) else {
                     return;
                 };
-                if self.verdicts.hurried.contains(&container.id) {
+                if self.facts.verdicts.hurried.contains(&container.id) {
                     self.start(&spec.name, container.attempt.saturating_add(1), Duration::ZERO, None);
-                } else if until > self.times.now {
+                } else if until > self.facts.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
                     self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
@@ -330,42 +246,8 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Returns the delay before an ended container restarts, and its end.
-    fn delay_after(&self, container: &Container) -> Option<(Duration, Moment)> {
-        let ContainerState::Exited { started_at, finished_at, .. } = container.state else { return None };
-        let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, finished_at));
-        let delay = restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
-        let ended = self.ended_at(container);
-        if self.waits_for_nothing(container, ended, delay) {
-            return Some((delay, ended));
-        }
-        Some((delay, ended.plus(delay)))
-    }
-
-    fn ended_at(&self, container: &Container) -> Moment {
-        self.times.ended.get(&container.id).copied().unwrap_or(self.times.now)
-    }
-
-    /// Returns true if a container stopped by a probe is replaced at once: the kubelet stops the old
-    /// container and starts the new one in one step, and counts the delay from the latest end known at that
-    /// time, which is the previous one's (doBackOff). Without a previous end the delay is zero. If that delay
-    /// has not passed, a later step decides, and counts from this container's end.
-    fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
-        let reason = self.verdicts.condemned.get(&container.id);
-        if !matches!(reason, Some(KillReason::Liveness | KillReason::Startup)) {
-            return false;
-        }
-        let is_before = |c: &&Container| {
-            c.name == container.name
-                && c.attempt < container.attempt
-                && matches!(c.state, ContainerState::Exited { .. })
-        };
-        let before = self.observed.containers.iter().filter(is_before).max_by_key(|c| (c.attempt, &c.id));
-        before.is_none_or(|before| self.ended_at(before).plus(delay) <= ended)
-    }
-
     fn start(&mut self, name: &str, attempt: u32, restart_delay: Duration, created: Option<String>) {
-        let round = self.round.number;
+        let round = self.facts.round.number;
         self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created, round });
     }
 
@@ -373,27 +255,27 @@ impl<'a> Decision<'a> {
     /// `lastState`). Containers created in an earlier sandbox or round never run.
     fn remove_dead(&mut self) {
         let mut kept_dead: BTreeMap<&str, (u32, &str)> = BTreeMap::new();
-        for c in &self.observed.containers {
-            let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+        for c in &self.facts.observed.containers {
+            let newest = self.facts.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
             if !newest && matches!(c.state, ContainerState::Exited { .. }) {
                 let slot = kept_dead.entry(&c.name).or_insert((c.attempt, &c.id));
                 *slot = (*slot).max((c.attempt, &c.id));
             }
         }
-        let in_current = |c: &Container| self.current.is_some_and(|s| s.id == c.sandbox_id);
+        let in_current = |c: &Container| self.facts.current.is_some_and(|s| s.id == c.sandbox_id);
         let gone = |c: &Container| match c.state {
             ContainerState::Exited { .. } => {
-                let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+                let newest = self.facts.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
                 !newest && kept_dead.get(c.name.as_str()).is_none_or(|(_, id)| *id != c.id)
             }
-            ContainerState::Created => !in_current(c) || self.round.is_past(c),
+            ContainerState::Created => !in_current(c) || self.facts.round.is_past(c),
             ContainerState::Running { .. } | ContainerState::Unknown => false,
         };
-        let (removed, kept): (Vec<_>, Vec<_>) = self.observed.containers.iter().partition(|c| gone(c));
+        let (removed, kept): (Vec<_>, Vec<_>) = self.facts.observed.containers.iter().partition(|c| gone(c));
         self.actions.remove_containers = removed.into_iter().map(|c| c.id.clone()).collect();
-        let keeps_last = self.actions.outcome.is_some() || self.current.is_none();
-        let last = self.observed.sandboxes.iter().max_by_key(|s| (s.attempt, &s.id));
-        for sandbox in &self.observed.sandboxes {
+        let keeps_last = self.actions.outcome.is_some() || self.facts.current.is_none();
+        let last = self.facts.observed.sandboxes.iter().max_by_key(|s| (s.attempt, &s.id));
+        for sandbox in &self.facts.observed.sandboxes {
             let needed = sandbox.ready
                 || kept.iter().any(|c| c.sandbox_id == sandbox.id)
                 // The attempt number is the only record of the number of sandboxes.
@@ -403,22 +285,6 @@ impl<'a> Decision<'a> {
             }
         }
     }
-}
-
-/// Returns the newest container of each name.
-fn newest(observed: &Observed) -> BTreeMap<&str, &Container> {
-    let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
-    for container in &observed.containers {
-        let slot = newest.entry(&container.name).or_insert(container);
-        if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
-            *slot = container;
-        }
-    }
-    newest
-}
-
-fn elapsed(from: Timestamp, to: Timestamp) -> Duration {
-    Duration::try_from(to.duration_since(from)).unwrap_or(Duration::ZERO)
 }
 
 #[cfg(test)]

@@ -91,3 +91,15 @@ pub struct Verdicts {
 
 /// Exit code of a container whose end is unknown (the kubelet's ContainerStatusUnknown).
 pub const UNKNOWN_EXIT: i32 = 137;
+
+/// Returns the newest container of each name.
+pub(super) fn newest(observed: &Observed) -> BTreeMap<&str, &Container> {
+    let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
+    for container in &observed.containers {
+        let slot = newest.entry(&container.name).or_insert(container);
+        if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
+            *slot = container;
+        }
+    }
+    newest
+}

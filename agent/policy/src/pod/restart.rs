@@ -8,6 +8,7 @@ use k8s_openapi::api::core::v1::{Container as ContainerSpec, ContainerRestartRul
 /// Delay before a container's second restart; the first one is immediate.
 pub(crate) const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
 /// Maximum delay of a restart, unless the node's configuration sets another.
+#[cfg(test)]
 pub(crate) const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
 /// Running time after which a container's earlier crashes are forgotten.
 pub(crate) const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);

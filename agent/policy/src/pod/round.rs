@@ -6,15 +6,13 @@
 //! earlier sandbox. So the progress of a restart is known at any moment, and an agent that was killed in the
 //! middle continues.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, PodSpec};
 
 use super::{
-    Backoff, Container, ContainerState, Decision, KillReason, Observed, newest,
+    Backoff, Container, ContainerState, Decision, KillReason, Observed,
+    observed::newest,
     restart::{RESTART_ALL, rule},
 };
 
@@ -38,12 +36,12 @@ pub fn may_restart_all(spec: &PodSpec) -> bool {
     all(spec).any(asks)
 }
 
-fn all(spec: &PodSpec) -> impl Iterator<Item = &ContainerSpec> {
+pub(super) fn all(spec: &PodSpec) -> impl Iterator<Item = &ContainerSpec> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
 /// Returns true if a container's end requires a restart of all.
-fn asks_for_all(spec: &ContainerSpec, container: &Container) -> bool {
+pub(super) fn asks_for_all(spec: &ContainerSpec, container: &Container) -> bool {
     let ContainerState::Exited { exit_code, .. } = container.state else { return false };
     rule(spec, exit_code).is_some_and(|rule| rule.action == RESTART_ALL)
 }
@@ -79,11 +77,12 @@ impl Decision<'_> {
     /// Stops running containers of earlier rounds. Returns true once this round may continue: no earlier
     /// container runs, and the delay of the container that required the restart has passed.
     pub(super) fn enter_round(&mut self) -> bool {
-        let past: Vec<&Container> = self.newest.values().copied().filter(|c| self.round.is_past(c)).collect();
+        let past: Vec<&Container> =
+            self.facts.newest.values().copied().filter(|c| self.facts.round.is_past(c)).collect();
         let mut stopped = true;
         for container in &past {
             let runs = matches!(container.state, ContainerState::Running { .. } | ContainerState::Unknown);
-            if runs && self.current.is_some_and(|sandbox| sandbox.id == container.sandbox_id) {
+            if runs && self.facts.current.is_some_and(|sandbox| sandbox.id == container.sandbox_id) {
                 self.kill(container, KillReason::RestartAll);
                 stopped = false;
             }
@@ -91,32 +90,15 @@ impl Decision<'_> {
         if !stopped {
             return false;
         }
-        if self.round.begins {
+        if self.facts.round.begins {
             for container in past {
-                if let Some((delay, until)) = self.delay_of_round(container)
-                    && until > self.times.now
+                if let Some((delay, until)) = self.facts.delay_of_round(container)
+                    && until > self.facts.times.now
                 {
                     self.actions.backoff.insert(container.name.clone(), Backoff { delay, until });
                 }
             }
         }
         self.actions.backoff.is_empty()
-    }
-
-    /// Returns the delay of the container that required the restart of all, and its end. The kubelet
-    /// restarts at once, but a container that requires a restart as soon as it starts would keep the node
-    /// busy.
-    fn delay_of_round(&self, container: &Container) -> Option<(Duration, beelet_units::moment::Moment)> {
-        let spec = all(self.spec).find(|spec| spec.name == container.name)?;
-        if !asks_for_all(spec, container) {
-            return None;
-        }
-        self.delay_after(container)
-    }
-
-    /// Returns the delay before the first instance of a name in this sandbox and round.
-    pub(super) fn first_delay(&self, name: &str) -> Duration {
-        let before = self.newest.get(name).copied().filter(|c| self.round.is_past(c));
-        before.and_then(|c| self.delay_of_round(c)).map_or(Duration::ZERO, |(delay, _)| delay)
     }
 }

@@ -1,5 +1,7 @@
 use std::collections::BTreeSet;
 
+use jiff::Timestamp;
+
 use super::*;
 
 mod restarts;

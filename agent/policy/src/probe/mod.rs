@@ -8,12 +8,15 @@
 //! Times are [`Duration`]s since an origin of the caller's choice (the daemon: its monotonic clock).
 
 pub mod listener;
+mod row;
 pub mod settings;
 
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Probe;
 use serde::{Deserialize, Serialize};
+
+use self::row::{Published, Row};
 
 /// The purpose of a probe, which decides its initial value and the effect of a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -180,6 +183,49 @@ enum Subject {
     Deleted,
 }
 
+/// The container under the probe, and whether outcomes count at present.
+#[derive(Debug, Clone)]
+pub struct Gate {
+    subject: Subject,
+    on_hold: bool,
+    startup_succeeded: bool,
+    /// The initial delay of the current container: a change after its first outcome has no effect.
+    delay: Duration,
+    /// True once an outcome of the current container has counted.
+    has_counted: bool,
+}
+
+impl Gate {
+    /// Returns true once an outcome of the current container has counted.
+    #[must_use]
+    pub const fn has_counted(&self) -> bool {
+        self.has_counted
+    }
+
+    /// Records the success of the container's startup probe: opens the gate of a liveness or readiness probe.
+    pub fn startup_succeeded(&mut self) {
+        self.startup_succeeded = true;
+    }
+
+    /// Returns the reason why an outcome at `now` would not count; `None` if it would.
+    fn held(&self, now: Duration, kind: ProbeKind, waits_for_startup: bool) -> Option<Suspension> {
+        let started_at = match self.subject {
+            Subject::Running(started_at) => started_at,
+            Subject::Deleted => return Some(Suspension::Deleted),
+            Subject::Absent | Subject::Stopped => return Some(Suspension::NotRunning),
+        };
+        if self.on_hold {
+            Some(Suspension::Settled)
+        } else if now.saturating_sub(started_at) < self.delay {
+            Some(Suspension::InitialDelay)
+        } else if waits_for_startup && !self.startup_succeeded && kind != ProbeKind::Startup {
+            Some(Suspension::Startup)
+        } else {
+            None
+        }
+    }
+}
+
 /// The state of one probe of one container, over all restarts of that container.
 ///
 /// ```
@@ -201,18 +247,11 @@ enum Subject {
 pub struct ProbeState {
     kind: ProbeKind,
     params: ProbeParams,
-    subject: Subject,
-    published: ProbeResult,
-    /// The last outcome that counted, and the number of times it came in a row. Deliberately kept over a
-    /// restart of the container, as in the kubelet.
-    last: Outcome,
-    run: u32,
-    on_hold: bool,
-    startup_succeeded: bool,
-    /// The initial delay of the current container: a change after its first outcome has no effect.
-    delay: Duration,
-    /// True once an outcome of the current container has counted.
-    has_counted: bool,
+    /// Decides whether outcomes count at present.
+    pub gate: Gate,
+    published: Published,
+    /// Deliberately kept over a restart of the container, as in the kubelet.
+    row: Row,
 }
 
 impl ProbeState {
@@ -222,14 +261,15 @@ impl ProbeState {
         Self {
             kind,
             params: params.clone(),
-            subject: Subject::Absent,
-            published: kind.initial(),
-            last: Outcome::Success,
-            run: 0,
-            on_hold: false,
-            startup_succeeded: false,
-            delay: params.initial_delay,
-            has_counted: false,
+            gate: Gate {
+                subject: Subject::Absent,
+                on_hold: false,
+                startup_succeeded: false,
+                delay: params.initial_delay,
+                has_counted: false,
+            },
+            published: Published(kind.initial()),
+            row: Row { last: Outcome::Success, length: 0 },
         }
     }
 
@@ -239,10 +279,10 @@ impl ProbeState {
     pub fn reconfigure(&mut self, params: &ProbeParams, other_question: bool) {
         let thresholds = |params: &ProbeParams| (params.success_threshold, params.failure_threshold);
         if other_question || thresholds(&self.params) != thresholds(params) {
-            self.run = 0;
+            self.row.length = 0;
         }
-        if !self.has_counted {
-            self.delay = params.initial_delay;
+        if !self.gate.has_counted {
+            self.gate.delay = params.initial_delay;
         }
         self.params = params.clone();
     }
@@ -256,7 +296,9 @@ impl ProbeState {
         published: ProbeResult,
     ) -> Self {
         let settled = kind == ProbeKind::Startup && published == ProbeResult::Success;
-        Self { subject: Subject::Running(started_at), published, on_hold: settled, ..Self::new(kind, params) }
+        let new = Self::new(kind, params);
+        let gate = Gate { subject: Subject::Running(started_at), on_hold: settled, ..new.gate };
+        Self { gate, published: Published(published), ..new }
     }
 
     /// Returns the kind of probe.
@@ -268,7 +310,7 @@ impl ProbeState {
     /// Returns the published state.
     #[must_use]
     pub const fn published(&self) -> ProbeResult {
-        self.published
+        self.published.0
     }
 
     /// Returns the settings in force.
@@ -277,41 +319,30 @@ impl ProbeState {
         &self.params
     }
 
-    /// Returns true once an outcome of the current container has counted.
-    #[must_use]
-    pub const fn has_counted(&self) -> bool {
-        self.has_counted
-    }
-
     /// Records that a container runs since `started_at`, the first one or one after a restart. Ends a hold
     /// and always publishes the first value (the new container had no value before). The startup gate closes;
     /// the run of equal outcomes carries over. Returns `None` only while the pod is being deleted.
     pub fn container_started(&mut self, now: Duration, started_at: Duration) -> Option<Transition> {
-        if self.subject == Subject::Deleted {
+        if self.gate.subject == Subject::Deleted {
             return None;
         }
-        self.subject = Subject::Running(started_at);
-        self.on_hold = false;
-        self.startup_succeeded = false;
-        self.delay = self.params.initial_delay;
-        self.has_counted = false;
-        self.published = self.kind.initial();
-        Some(self.transition(now, false))
-    }
-
-    /// Works like [`Self::container_started`] for a container that started just now.
-    pub fn container_restarted(&mut self, now: Duration) -> Option<Transition> {
-        self.container_started(now, now)
+        self.gate.subject = Subject::Running(started_at);
+        self.gate.on_hold = false;
+        self.gate.startup_succeeded = false;
+        self.gate.delay = self.params.initial_delay;
+        self.gate.has_counted = false;
+        self.published = Published(self.kind.initial());
+        Some(self.published.transition(now, false))
     }
 
     /// Records the container's end: not ready, not started, and no outcome counts until the next container
     /// runs. The restart policy decides on a restart, so the transition requests none.
     pub fn container_stopped(&mut self, now: Duration) -> Option<Transition> {
-        if !matches!(self.subject, Subject::Running(_)) {
+        if !matches!(self.gate.subject, Subject::Running(_)) {
             return None;
         }
-        self.subject = Subject::Stopped;
-        self.publish(now, ProbeResult::Failure, false)
+        self.gate.subject = Subject::Stopped;
+        self.published.change(now, ProbeResult::Failure, false)
     }
 
     /// Records the pod's deletion or permanent end: liveness and startup probes end in success, so that
@@ -320,20 +351,9 @@ impl ProbeState {
         if self.kind == ProbeKind::Readiness {
             return None;
         }
-        let seen = self.subject != Subject::Absent;
-        self.subject = Subject::Deleted;
-        if seen { self.publish(now, ProbeResult::Success, false) } else { None }
-    }
-
-    /// Records the success of the container's startup probe: opens the gate of a liveness or readiness probe.
-    pub fn startup_succeeded(&mut self) {
-        self.startup_succeeded = true;
-    }
-
-    /// Suspends the probe until a new container runs.
-    pub fn hold(&mut self) {
-        self.on_hold = true;
-        self.run = 0;
+        let seen = self.gate.subject != Subject::Absent;
+        self.gate.subject = Subject::Deleted;
+        if seen { self.published.change(now, ProbeResult::Success, false) } else { None }
     }
 
     /// Returns true if an outcome at `now` would count. A caller skips the probe otherwise.
@@ -345,30 +365,16 @@ impl ProbeState {
     /// Returns the reason why an outcome at `now` would not count; `None` if it would.
     #[must_use]
     pub fn held(&self, now: Duration) -> Option<Suspension> {
-        let started_at = match self.subject {
-            Subject::Running(started_at) => started_at,
-            Subject::Deleted => return Some(Suspension::Deleted),
-            Subject::Absent | Subject::Stopped => return Some(Suspension::NotRunning),
-        };
-        if self.on_hold {
-            Some(Suspension::Settled)
-        } else if now.saturating_sub(started_at) < self.delay {
-            Some(Suspension::InitialDelay)
-        } else if self.params.waits_for_startup && !self.startup_succeeded && self.kind != ProbeKind::Startup
-        {
-            Some(Suspension::Startup)
-        } else {
-            None
-        }
+        self.gate.held(now, self.kind, self.params.waits_for_startup)
     }
 
     /// Returns true if successes change nothing from `now` until another of these methods is called:
     /// [`Self::record`] need not receive them.
     #[must_use]
     pub fn is_steady(&self, now: Duration) -> bool {
-        self.published == ProbeResult::Success
-            && self.last == Outcome::Success
-            && self.run >= self.params.success_threshold.max(1)
+        self.published.0 == ProbeResult::Success
+            && self.row.last == Outcome::Success
+            && self.row.length >= self.params.success_threshold.max(1)
             && self.due(now)
     }
 
@@ -377,17 +383,8 @@ impl ProbeState {
         if outcome == Outcome::Error || !self.due(now) {
             return None;
         }
-        self.has_counted = true;
-        self.run = if self.last == outcome { self.run.saturating_add(1) } else { 1 };
-        self.last = outcome;
-        let threshold = match outcome {
-            Outcome::Success => self.params.success_threshold,
-            _ => self.params.failure_threshold,
-        };
-        if self.run < threshold {
-            return None;
-        }
-        self.settle(now, outcome)
+        self.gate.has_counted = true;
+        if self.row.add(outcome, &self.params) { self.settle(now, outcome) } else { None }
     }
 
     /// Records that the kernel saw a listener appear on (`true`) or disappear from (`false`) the probed port.
@@ -402,9 +399,9 @@ impl ProbeState {
             return self.record(now, outcome);
         }
         // The edge acts as the last of a full row: undoing it takes a new row.
-        self.has_counted = true;
-        self.last = outcome;
-        self.run = if listening { 1 } else { self.params.failure_threshold.max(1) };
+        self.gate.has_counted = true;
+        let length = if listening { 1 } else { self.params.failure_threshold.max(1) };
+        self.row = Row { last: outcome, length };
         self.settle(now, outcome)
     }
 
@@ -413,21 +410,11 @@ impl ProbeState {
         let failed = outcome == Outcome::Failure;
         let result = if failed { ProbeResult::Failure } else { ProbeResult::Success };
         if self.kind == ProbeKind::Startup || (self.kind == ProbeKind::Liveness && failed) {
-            self.hold();
+            // Suspends the probe until a new container runs.
+            self.gate.on_hold = true;
+            self.row.length = 0;
         }
-        self.publish(now, result, failed && self.kind != ProbeKind::Readiness)
-    }
-
-    fn publish(&mut self, now: Duration, result: ProbeResult, restart: bool) -> Option<Transition> {
-        if self.published == result && !restart {
-            return None;
-        }
-        self.published = result;
-        Some(self.transition(now, restart))
-    }
-
-    const fn transition(&self, at: Duration, restart: bool) -> Transition {
-        Transition { at, result: self.published, restart }
+        self.published.change(now, result, failed && self.kind != ProbeKind::Readiness)
     }
 }
 

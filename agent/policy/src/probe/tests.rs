@@ -29,11 +29,11 @@ fn check(kind: ProbeKind, params: &ProbeParams, script: &str, expectation: &str)
             's' => state.record(now, Outcome::Success),
             'f' => state.record(now, Outcome::Failure),
             'e' => state.record(now, Outcome::Error),
-            'R' => state.container_restarted(now),
+            'R' => state.container_started(now, now),
             'L' => state.edge(now, true),
             'C' => state.edge(now, false),
             'G' => {
-                state.startup_succeeded();
+                state.gate.startup_succeeded();
                 None
             }
             'X' => state.container_stopped(now),
@@ -210,7 +210,7 @@ proptest! {
                 3 => state.container_stopped(now),
                 4 => state.edge(now, true),
                 5 => state.edge(now, false),
-                6 => { state.startup_succeeded(); None }
+                6 => { state.gate.startup_succeeded(); None }
                 7 if second > 50 => state.pod_deleted(now),
                 _ => state.record(now, Outcome::Success),
             };
@@ -226,7 +226,7 @@ proptest! {
     #[test]
     fn no_change_without_a_full_row(outcomes in prop::collection::vec(0..3u8, 0..60), success in 1..4u32, failure in 1..4u32) {
         let mut state = ProbeState::new(ProbeKind::Readiness, &params(success, failure));
-        state.container_restarted(at(0));
+        state.container_started(at(0), at(0));
         let mut counted = Vec::new();
         for (second, outcome) in outcomes.iter().enumerate() {
             let outcome = [Outcome::Success, Outcome::Failure, Outcome::Error][usize::from(*outcome)];

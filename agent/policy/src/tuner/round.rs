@@ -7,6 +7,7 @@ mod memory;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use self::burst::Bursts;
 use super::{
     ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, State, TunerStep,
     help::{ComplaintState, Judgement},
@@ -48,67 +49,118 @@ type Squeeze<'a> = fn(&mut Round<'a>, &Complaint<'a>);
 /// The place that records the effect of steps.
 type Helps = fn(&mut State) -> &mut BTreeMap<String, Help>;
 
-pub(super) struct Round<'a> {
+/// The node at this tick, under the law.
+#[derive(Clone, Copy)]
+struct Node<'a> {
     law: &'a Law,
     seen: &'a Observed,
+}
+
+/// The settings that the tuner holds, and their changes in this tick.
+struct Hand<'a> {
     blocked: &'a BTreeSet<Knob>,
-    state: State,
+    held: BTreeMap<Knob, u64>,
     steps: Vec<TunerStep>,
+}
+
+impl Hand<'_> {
+    fn held(&self, cgroup: &str, kind: KnobKind) -> Option<u64> {
+        self.held.get(&Knob { cgroup: cgroup.to_owned(), kind }).copied()
+    }
+
+    /// Holds a knob at a value; returns false if it is there already, or must be left alone.
+    fn hold(&mut self, cgroup: &str, kind: KnobKind, value: u64, reason: &str) -> bool {
+        let knob = Knob { cgroup: cgroup.to_owned(), kind };
+        if self.blocked.contains(&knob) || self.held.get(&knob) == Some(&value) {
+            return false;
+        }
+        self.set(&knob, Some(value), reason);
+        true
+    }
+
+    fn set(&mut self, knob: &Knob, to: Option<u64>, reason: &str) {
+        let from = match to {
+            Some(value) => self.held.insert(knob.clone(), value),
+            None => self.held.remove(knob),
+        };
+        self.steps.push(TunerStep { knob: knob.clone(), from, to, reason: reason.to_owned() });
+    }
+
+    /// Reverts steps without effect, as far as they are still in force.
+    fn abandon(&mut self, complaint: &Complaint<'_>, tries: u32, taken: BTreeMap<Knob, Option<u64>>) {
+        let words = format!("{}: the last {tries} steps have not helped", complaint.words);
+        for (knob, before) in taken {
+            let Some(now) = self.held.get(&knob).copied() else { continue };
+            if before.is_none_or(|before| before > now) {
+                self.set(&knob, before, &words);
+            }
+        }
+    }
+}
+
+pub(super) struct Round<'a> {
+    node: Node<'a>,
+    hand: Hand<'a>,
+    /// The state, except the held settings.
+    state: State,
 }
 
 impl<'a> Round<'a> {
     pub(super) fn new(law: &'a Law, state: &State, seen: &'a Observed, blocked: &'a BTreeSet<Knob>) -> Self {
-        Self { law, seen, blocked, state: state.clone(), steps: Vec::new() }
+        let mut state = state.clone();
+        let held = std::mem::take(&mut state.held);
+        Self { node: Node { law, seen }, hand: Hand { blocked, held, steps: Vec::new() }, state }
     }
 
     pub(super) fn decide(mut self) -> Decision {
         self.forget_the_gone();
         self.free_who_falls_short();
+        let node = self.node;
         let mut cpu = self.complaints(
-            |container| self.cpu_complaint(container),
+            |container| node.cpu_complaint(container),
             &[KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap],
             "no protected pod waits for a CPU",
         );
         for complaint in &mut cpu.all {
-            complaint.hopeless = self.is_hopeless(complaint);
-            if let Some(whom) = self.waits_for(complaint).filter(|_| complaint.ratio > 1000) {
+            complaint.hopeless = node.is_hopeless(complaint, &self.hand);
+            if let Some(whom) = node.waits_for(complaint).filter(|_| complaint.ratio > 1000) {
                 complaint.words.push_str(&whom);
             }
         }
         let heat = self.heat(&cpu, |state| &mut state.cpu_help);
-        match self.state.cpu.tick(self.law, heat) {
+        match self.state.cpu.tick(node.law, heat) {
             Move::Tighten => self.tighten(&cpu, |state| &mut state.cpu_help, Self::squeeze_cpu),
             Move::GiveBack => self.relax_cpu(),
             Move::Stay => {}
         }
-        let memory = self.complaints(
-            |container| self.memory_complaint(container),
+        let stalls = self.complaints(
+            |container| node.memory_complaint(container),
             &[KnobKind::MemoryHigh],
             "no protected pod stalls for memory",
         );
-        self.free_what_stands_still();
-        let heat = self.heat(&memory, |state| &mut state.memory_help);
-        match self.state.memory.tick(self.law, heat) {
-            Move::Tighten => self.tighten(&memory, |state| &mut state.memory_help, Self::squeeze_memory),
-            Move::GiveBack => self.relax_memory(),
+        memory::free_what_stands_still(node, &mut self.hand, &mut self.state.standstill);
+        let heat = self.heat(&stalls, |state| &mut state.memory_help);
+        match self.state.memory.tick(node.law, heat) {
+            Move::Tighten => self.tighten(&stalls, |state| &mut state.memory_help, memory::squeeze),
+            Move::GiveBack => memory::relax(node, &mut self.hand),
             Move::Stay => {}
         }
-        self.lend_bursts();
-        let findings = vec![finding(&cpu, &self.state.cpu_help), finding(&memory, &self.state.memory_help)];
-        Decision { state: self.state, steps: self.steps, findings }
+        Bursts { node, hand: &mut self.hand, ladders: &mut self.state.throttled }.lend();
+        let findings = vec![finding(&cpu, &self.state.cpu_help), finding(&stalls, &self.state.memory_help)];
+        Decision { state: State { held: self.hand.held, ..self.state }, steps: self.hand.steps, findings }
     }
 
     /// Drops the state of removed cgroups.
     fn forget_the_gone(&mut self) {
-        let seen = self.seen;
+        let seen = self.node.seen;
         let is_there = |cgroup: &str| {
             cgroup == seen.best_effort
                 || seen.pods.iter().any(|pod| {
                     pod.cgroup == cgroup || pod.containers.iter().any(|container| container.cgroup == cgroup)
                 })
         };
-        let blocked = self.blocked;
-        self.state.held.retain(|knob, _| is_there(&knob.cgroup) && !blocked.contains(knob));
+        let blocked = self.hand.blocked;
+        self.hand.held.retain(|knob, _| is_there(&knob.cgroup) && !blocked.contains(knob));
         self.state.throttled.retain(|cgroup, _| is_there(cgroup));
         self.state.cpu_help.retain(|cgroup, _| is_there(cgroup));
         self.state.memory_help.retain(|cgroup, _| is_there(cgroup));
@@ -126,8 +178,9 @@ impl<'a> Round<'a> {
         by: &[KnobKind],
         none: &'static str,
     ) -> Complaints<'a> {
-        let is_held_back = |pod: &PodSample| by.iter().any(|kind| self.held(&pod.cgroup, *kind).is_some());
-        let pods = self.seen.pods.iter();
+        let is_held_back =
+            |pod: &PodSample| by.iter().any(|kind| self.hand.held(&pod.cgroup, *kind).is_some());
+        let pods = self.node.seen.pods.iter();
         let protected = pods.filter(|pod| pod.class != QosClass::BestEffort && !is_held_back(pod));
         let of_pod = |pod: &'a PodSample| pod.containers.iter().map(move |container| (pod, container));
         let (mut all, mut unmeasured) = (Vec::new(), false);
@@ -146,7 +199,7 @@ impl<'a> Round<'a> {
 
     /// Returns the heat of the worst complaint that steps may help.
     fn heat(&mut self, complaints: &Complaints<'_>, helps: Helps) -> Heat {
-        let (law, helps) = (self.law, helps(&mut self.state));
+        let (law, helps) = (self.node.law, helps(&mut self.state));
         for complaint in &complaints.all {
             let cgroup = &complaint.container.cgroup;
             if helps.get_mut(cgroup).is_some_and(|help| !help.tick(law, complaint.ratio)) {
@@ -172,51 +225,18 @@ impl<'a> Round<'a> {
 
     /// Takes a step for the worst complaint that steps may help, unless the last steps had no effect.
     fn tighten(&mut self, complaints: &Complaints<'a>, helps: Helps, squeeze: Squeeze<'a>) {
-        let (law, made) = (self.law, self.steps.len());
+        let (law, made) = (self.node.law, self.hand.steps.len());
         let Some(worst) = complaints.open(helps(&mut self.state)) else { return };
         let help = helps(&mut self.state).entry(worst.container.cgroup.clone()).or_default();
         match help.judge(law, worst.ratio) {
             Judgement::GoOn => squeeze(self, worst),
-            Judgement::GiveUp(tries, taken) => self.abandon(worst, tries, taken),
+            Judgement::GiveUp(tries, taken) => self.hand.abandon(worst, tries, taken),
         }
         if let Some(help) = helps(&mut self.state).get_mut(&worst.container.cgroup) {
             // Steps back are not part of the attempt.
-            let steps = self.steps.get(made..).unwrap_or_default();
+            let steps = self.hand.steps.get(made..).unwrap_or_default();
             steps.iter().filter(|step| step.to.is_some()).for_each(|step| help.took(step));
         }
-    }
-
-    /// Reverts steps without effect, as far as they are still in force.
-    fn abandon(&mut self, complaint: &Complaint<'_>, tries: u32, taken: BTreeMap<Knob, Option<u64>>) {
-        let words = format!("{}: the last {tries} steps have not helped", complaint.words);
-        for (knob, before) in taken {
-            let Some(now) = self.state.held.get(&knob).copied() else { continue };
-            if before.is_none_or(|before| before > now) {
-                self.set(&knob, before, &words);
-            }
-        }
-    }
-
-    fn held(&self, cgroup: &str, kind: KnobKind) -> Option<u64> {
-        self.state.held.get(&Knob { cgroup: cgroup.to_owned(), kind }).copied()
-    }
-
-    /// Holds a knob at a value; returns false if it is there already, or must be left alone.
-    fn hold(&mut self, cgroup: &str, kind: KnobKind, value: u64, reason: &str) -> bool {
-        let knob = Knob { cgroup: cgroup.to_owned(), kind };
-        if self.blocked.contains(&knob) || self.state.held.get(&knob) == Some(&value) {
-            return false;
-        }
-        self.set(&knob, Some(value), reason);
-        true
-    }
-
-    fn set(&mut self, knob: &Knob, to: Option<u64>, reason: &str) {
-        let from = match to {
-            Some(value) => self.state.held.insert(knob.clone(), value),
-            None => self.state.held.remove(knob),
-        };
-        self.steps.push(TunerStep { knob: knob.clone(), from, to, reason: reason.to_owned() });
     }
 }
 

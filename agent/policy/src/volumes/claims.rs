@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod, V
 
 use crate::{
     node::fit::{NodeView, selects},
-    volumes::{migration, removed_kinds},
+    volumes::{VolumeError, migration, removed_kinds},
 };
 
 /// The finalizer that keeps a claim while a pod uses it; a deleted claim without it is about to be removed.
@@ -55,9 +55,9 @@ pub fn may_be_of_driver(volume: &Volume) -> bool {
 /// # Errors
 /// No plugin supports the kind, or the volume cannot be translated for its storage plugin: the kubelet's
 /// message.
-pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), String> {
+pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), VolumeError> {
     if removed_kinds::is_removed(volume) {
-        return Err(removed_kinds::no_plugin(&volume.name));
+        return Err(VolumeError::NoPlugin(removed_kinds::no_plugin(&volume.name)));
     }
     migration::of_pod(volume, namespace).transpose().map(drop)
 }
@@ -88,27 +88,26 @@ pub fn bound_volume<'c>(
     pod: &Pod,
     name: &ClaimName,
     claim: &'c PersistentVolumeClaim,
-) -> Result<&'c str, String> {
+) -> Result<&'c str, VolumeError> {
     let finalizers = claim.metadata.finalizers.as_deref().unwrap_or_default();
     if claim.metadata.deletion_timestamp.is_some() && !finalizers.iter().any(|one| one == PROTECTED) {
-        return Err("PVC is being deleted".to_owned());
+        return Err(VolumeError::ClaimDeleted);
     }
     let phase = claim.status.as_ref().and_then(|status| status.phase.as_deref());
     if phase != Some("Bound") {
-        return Err("PVC is not bound".to_owned());
+        return Err(VolumeError::Unbound);
     }
     let volume = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_deref()).unwrap_or_default();
     if volume.is_empty() {
-        return Err("PVC has empty pvc.Spec.VolumeName".to_owned());
+        return Err(VolumeError::NoVolumeName);
     }
     if name.is_ephemeral && !is_made_for(pod, claim) {
         let text = |text: &Option<String>| text.clone().unwrap_or_default();
-        return Err(format!(
-            "PVC {0}/{1} was not created for pod {0}/{2} (pod is not owner)",
-            text(&pod.metadata.namespace),
-            name.name,
-            text(&pod.metadata.name)
-        ));
+        return Err(VolumeError::NotOwner {
+            namespace: text(&pod.metadata.namespace),
+            claim: name.name.clone(),
+            pod: text(&pod.metadata.name),
+        });
     }
     Ok(volume)
 }
@@ -130,25 +129,22 @@ pub fn check_volume(
     volume: &Volume,
     claim: &PersistentVolumeClaim,
     found: &PersistentVolume,
-) -> Result<(), String> {
+) -> Result<(), VolumeError> {
     let name = found.metadata.name.as_deref().unwrap_or_default();
     let spec = found.spec.as_ref();
     let Some(of) = spec.and_then(|spec| spec.claim_ref.as_ref()) else {
-        return Err(format!(
-            "found PV object {name} but it has a nil pv.Spec.ClaimRef indicating it is not yet bound to the claim"
-        ));
+        return Err(VolumeError::NoClaimRef { volume: name.to_owned() });
     };
     let (of, wanted) = (of.uid.as_deref().unwrap_or_default(), claim.metadata.uid.as_deref());
     if Some(of) != wanted {
-        let wanted = wanted.unwrap_or_default();
-        return Err(format!(
-            "found PV object {name} but its pv.Spec.ClaimRef.UID {of} does not point to claim.UID {wanted}"
-        ));
+        let (volume, of) = (name.to_owned(), of.to_owned());
+        return Err(VolumeError::OtherClaim { volume, of, wanted: wanted.unwrap_or_default().to_owned() });
     }
     let mode = spec.and_then(|spec| spec.volume_mode.as_deref()).unwrap_or("Filesystem");
     let (mounts, devices) = used(pod);
-    let misused = |field: &str| {
-        Err(format!("volume {} has volumeMode {mode}, but is specified in {field}", volume.name))
+    let misused = |field| {
+        let (volume, mode) = (volume.name.clone(), mode.to_owned());
+        Err(VolumeError::OtherMode { volume, mode, field })
     };
     if mounts.contains(volume.name.as_str()) && mode != "Filesystem" {
         return misused("volumeMounts");
@@ -163,10 +159,10 @@ pub fn check_volume(
 ///
 /// # Errors
 /// The volume belongs to other nodes.
-pub fn check_node(found: &PersistentVolume, node: &NodeView) -> Result<(), String> {
+pub fn check_node(found: &PersistentVolume, node: &NodeView) -> Result<(), VolumeError> {
     let affinity = found.spec.as_ref().and_then(|spec| spec.node_affinity.as_ref());
     match affinity.and_then(|affinity| affinity.required.as_ref()) {
-        Some(required) if !selects(required, node) => Err("no matching NodeSelectorTerms".to_owned()),
+        Some(required) if !selects(required, node) => Err(VolumeError::OtherNode),
         _ => Ok(()),
     }
 }
@@ -238,7 +234,7 @@ mod tests {
             let (pod, claim) = (pod(), claim(&change));
             let of = claim_of(&pod, &volume(name)).unwrap();
             let found = bound_volume(&pod, &of, &claim);
-            assert_eq!(found, expected.map_err(str::to_owned), "{change}");
+            assert_eq!(found.map_err(|why| why.to_string()), expected.map_err(str::to_owned), "{change}");
         };
         check("files", json!({}), Ok("pv1"));
         check("files", json!({"status": {"phase": "Pending"}}), Err("PVC is not bound"));
@@ -264,7 +260,7 @@ mod tests {
         let check = |name: &str, spec: Value, expected: Result<(), &str>| {
             let found = serde_json::from_value(json!({"metadata": {"name": "pv1"}, "spec": spec})).unwrap();
             let checked = check_volume(&pod(), &volume(name), &claim(&json!({})), &found);
-            assert_eq!(checked, expected.map_err(str::to_owned), "{spec}");
+            assert_eq!(checked.map_err(|why| why.to_string()), expected.map_err(str::to_owned), "{spec}");
         };
         let to = |uid: &str, mode: &str| json!({"claimRef": {"uid": uid}, "volumeMode": mode});
         check("files", to("c1", "Filesystem"), Ok(()));

@@ -7,7 +7,7 @@ use base64::{Engine as _, engine::general_purpose::STANDARD};
 use k8s_openapi::api::core::v1::{PersistentVolume, Pod, Volume};
 use serde_json::{Map, Value, json};
 
-use crate::volumes::claims::is_for_one_pod;
+use crate::volumes::{VolumeError, claims::is_for_one_pod};
 
 /// Maximum length of a file's name.
 const NAME: usize = 255;
@@ -60,14 +60,14 @@ pub fn of_claim(
     volume: &PersistentVolume,
     read_only: bool,
     namespace: &str,
-) -> Option<Result<FlexVolume, String>> {
+) -> Option<Result<FlexVolume, VolumeError>> {
     let spec = volume.spec.as_ref()?;
     let of = spec.flex_volume.as_ref()?;
     if spec.volume_mode.as_deref() == Some("Block") {
-        return Some(Err("a flexVolume cannot be a block device".to_owned()));
+        return Some(Err(VolumeError::FlexBlock));
     }
     if spec.mount_options.as_ref().is_some_and(|options| !options.is_empty()) {
-        return Some(Err("Mount options are not supported by flexVolume".to_owned()));
+        return Some(Err(VolumeError::FlexOptions));
     }
     let secret = of.secret_ref.as_ref().and_then(|secret| {
         let own = secret.namespace.clone().filter(|namespace| !namespace.is_empty());
@@ -318,7 +318,7 @@ mod tests {
                     let secret = found.secret.as_ref().map(|(namespace, name)| (&**namespace, &**name));
                     assert_eq!((found.name.as_str(), found.read_only, secret), ("pv-1", true, expected));
                 }
-                (Err(why), Err(expected)) => assert!(why.contains(expected), "{why}"),
+                (Err(why), Err(expected)) => assert!(why.to_string().contains(expected), "{why}"),
                 (found, expected) => panic!("{found:?}, not {expected:?}"),
             }
         };

@@ -6,6 +6,7 @@ pub mod claims;
 pub mod content;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod csi;
+mod error;
 pub mod file_system;
 pub mod flex_volume;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
@@ -16,3 +17,5 @@ pub mod mounted;
 pub mod remote_disk;
 pub mod removed_kinds;
 pub mod trust_bundles;
+
+pub use error::VolumeError;

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::volumes::{claims::is_for_one_pod, file_system::FileSystem};
+use crate::volumes::{VolumeError, claims::is_for_one_pod, file_system::FileSystem};
 
 /// The default port of a portal.
 const PORT: u16 = 3260;
@@ -103,7 +103,7 @@ pub struct IscsiDisk {
 /// # Errors
 /// The values are invalid for a disk: they become parts of paths, and arguments of programs.
 #[must_use]
-pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, String>> {
+pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, VolumeError>> {
     let name = volume.name.clone();
     let plain = |disk, file_system, read_only: Option<bool>| RemoteVolume {
         name: name.clone(),
@@ -137,7 +137,7 @@ pub fn of_claim(
     volume: &PersistentVolume,
     read_only: bool,
     namespace: &str,
-) -> Option<Result<RemoteVolume, String>> {
+) -> Option<Result<RemoteVolume, VolumeError>> {
     let spec = volume.spec.as_ref()?;
     let name = volume.metadata.name.clone().unwrap_or_default();
     let plain = |disk, file_system| RemoteVolume {
@@ -167,9 +167,9 @@ pub fn of_claim(
 }
 
 /// Combines a disk with its requested file system.
-fn both<T>(disk: Result<T, String>, file_system: Option<&str>) -> Result<(T, FileSystem), String> {
+fn both<T>(disk: Result<T, String>, file_system: Option<&str>) -> Result<(T, FileSystem), VolumeError> {
     let kind = FileSystem::of(file_system.unwrap_or_default()).map_err(|why| why.to_string());
-    disk.and_then(|disk| kind.map(|kind| (disk, kind)))
+    disk.and_then(|disk| kind.map(|kind| (disk, kind))).map_err(VolumeError::Disk)
 }
 
 fn needs_secret(disk: &IscsiDisk) -> bool {
@@ -354,13 +354,13 @@ pub fn transport(shown: &str) -> Option<String> {
 ///
 /// # Errors
 /// The output cannot be parsed.
-pub fn interface_like(shown: &str, initiator: &str) -> Result<BTreeMap<String, String>, String> {
+pub fn interface_like(shown: &str, initiator: &str) -> Result<BTreeMap<String, String>, VolumeError> {
     let mut all = BTreeMap::new();
     let lines = shown.lines().filter(|line| line.starts_with("iface.") && !line.contains("<empty>"));
     for line in lines {
         let words: Vec<&str> = line.split_whitespace().collect();
         let [key, "=", value] = words.as_slice() else {
-            return Err(format!("error: invalid iface setting: {line:?}"));
+            return Err(VolumeError::Interface(line.to_owned()));
         };
         // The name is set at creation only.
         if *key != "iface.iscsi_ifacename" {
@@ -391,7 +391,7 @@ mod tests {
 
     use super::*;
 
-    fn pod_volume(source: Value) -> Result<RemoteVolume, String> {
+    fn pod_volume(source: Value) -> Result<RemoteVolume, VolumeError> {
         let mut volume = source;
         volume["name"] = json!("data");
         of_pod(&serde_json::from_value(volume).unwrap(), "shop").unwrap()
@@ -406,7 +406,7 @@ mod tests {
             (Ok(found), Ok((unique, folder))) => {
                 assert_eq!((&*found.disk.unique_name(), &*found.disk.folder()), (unique, folder));
             }
-            (Err(why), Err(expected)) => assert!(why.contains(expected), "{why}"),
+            (Err(why), Err(expected)) => assert!(why.to_string().contains(expected), "{why}"),
             (found, _) => panic!("{source}: {found:?}"),
         };
         let one = "50060e801049cfd1";
@@ -449,7 +449,7 @@ mod tests {
         assert_eq!(disk(json!({"secretRef": {"name": "chap"}})).unwrap().secret, None, "CHAP is off");
         let refused = |more: Value, words: &str| {
             let why = disk(more).unwrap_err();
-            assert!(why.contains(words), "{why}");
+            assert!(why.to_string().contains(words), "{why}");
         };
         refused(json!({"iqn": "iqn.2001-04.com.example:../../x"}), "is invalid");
         refused(json!({"iqn": "--login"}), "is invalid");
@@ -488,7 +488,7 @@ mod tests {
                 } else {
                     pod_volume(of).unwrap_err()
                 };
-                assert!(why.contains("is refused") && why.contains(kind), "{why}");
+                assert!(why.to_string().contains("is refused") && why.to_string().contains(kind), "{why}");
             };
             for is_claim in [false, true] {
                 refused(json!({"fc": {"wwids": ["w1"], "fsType": kind}}), is_claim);

@@ -11,6 +11,31 @@ use pem::{EncodeConfig, LineEnding, Pem};
 /// The tag of a certificate's PEM block.
 const CERTIFICATE: &str = "CERTIFICATE";
 
+/// A projection without a file. The texts are the kubelet's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TrustBundleError {
+    /// The projection chooses no bundle.
+    #[error("ClusterTrustBundle projection requires either name or signerName to be set")]
+    NoChoice,
+    /// The named bundle does not exist.
+    #[error("while getting ClusterTrustBundle: clustertrustbundle.certificates.k8s.io {name:?} not found")]
+    Missing {
+        /// Name of the bundle.
+        name: String,
+    },
+    /// No bundle of the signer is selected.
+    #[error("combination of signerName and labelSelector matched zero ClusterTrustBundles")]
+    NoneSelected,
+    /// The certificates of a bundle cannot be parsed.
+    #[error("while normalizing trust anchors of {name}: {error}")]
+    Malformed {
+        /// Name of the bundle.
+        name: String,
+        /// Error of the parser. The text contains it, so it is not a source, which would be printed again.
+        error: String,
+    },
+}
+
 /// Returns the file of a projection: the certificates of the named bundle, or of the signer's selected
 /// bundles, each once, without other text. Sorted: readers must not depend on another order.
 ///
@@ -19,7 +44,7 @@ const CERTIFICATE: &str = "CERTIFICATE";
 pub fn file(
     source: &ClusterTrustBundleProjection,
     bundles: &BTreeMap<String, ClusterTrustBundle>,
-) -> Result<Vec<u8>, String> {
+) -> Result<Vec<u8>, TrustBundleError> {
     let optional = source.optional == Some(true);
     let chosen: Vec<&ClusterTrustBundle> = match (&source.name, &source.signer_name) {
         (Some(name), _) => bundles.get(name).into_iter().collect(),
@@ -28,26 +53,19 @@ pub fn file(
             of_signer.filter(|one| selects(source.label_selector.as_ref(), one)).collect()
         }
         (None, None) => {
-            return Err(
-                "ClusterTrustBundle projection requires either name or signerName to be set".to_owned()
-            );
+            return Err(TrustBundleError::NoChoice);
         }
     };
     if chosen.is_empty() && !optional {
-        return Err(source.name.as_ref().map_or_else(
-            || "combination of signerName and labelSelector matched zero ClusterTrustBundles".to_owned(),
-            |name| {
-                format!(
-                    "while getting ClusterTrustBundle: clustertrustbundle.certificates.k8s.io {name:?} not found"
-                )
-            },
-        ));
+        let name = source.name.clone();
+        return Err(name.map_or(TrustBundleError::NoneSelected, |name| TrustBundleError::Missing { name }));
     }
     let mut anchors = BTreeSet::new();
     for bundle in chosen {
         let name = bundle.metadata.name.as_deref().unwrap_or_default();
-        let blocks = pem::parse_many(&bundle.spec.trust_bundle)
-            .map_err(|error| format!("while normalizing trust anchors of {name}: {error}"))?;
+        let blocks = pem::parse_many(&bundle.spec.trust_bundle).map_err(|error| {
+            TrustBundleError::Malformed { name: name.to_owned(), error: error.to_string() }
+        })?;
         anchors.extend(blocks.into_iter().map(Pem::into_contents));
     }
     let blocks: Vec<Pem> = anchors.into_iter().map(|anchor| Pem::new(CERTIFICATE, anchor)).collect();
@@ -112,7 +130,9 @@ mod tests {
             let found = file(&projection, &bundles).map(|bytes| String::from_utf8(bytes).unwrap());
             match (found, expected) {
                 (Ok(found), Ok(expected)) => assert_eq!(found, expected, "{source}"),
-                (Err(found), Err(expected)) => assert!(found.contains(expected), "{source}: {found}"),
+                (Err(found), Err(expected)) => {
+                    assert!(found.to_string().contains(expected), "{source}: {found}");
+                }
                 (found, expected) => panic!("{source}: {found:?}, {expected:?}"),
             }
         };

@@ -18,20 +18,22 @@ const NO_CAPS: &str =
 
 impl Engine {
     pub(super) fn view(&self, findings: Vec<String>, supports: Supports, now: Instant) -> View {
-        let held = if self.settings.mode == TunerMode::Enforce { &self.state.held } else { &self.advised };
+        let held =
+            if self.settings.mode == TunerMode::Enforce { &self.holder.state.held } else { &self.advised };
         let held = held.iter().map(|(knob, value)| {
-            let file =
-                knobs::settings(&self.cgroups, knob, *value).first().map_or("", |setting| setting.file);
-            let why = self.why.get(knob);
+            let file = knobs::settings(&self.holder.cgroups, knob, *value)
+                .first()
+                .map_or("", |setting| setting.file);
+            let why = self.holder.why.get(knob);
             HeldSetting {
                 knob: knob.clone(),
                 value: knob.kind.show(*value),
-                owners: self.journal.owners_of(knob, file).unwrap_or_default().to_owned(),
+                owners: self.holder.journal.owners_of(knob, file).unwrap_or_default().to_owned(),
                 since: why.map_or_else(Timestamp::now, |why| why.since),
                 reason: why.map(|why| why.reason.clone()).unwrap_or_default(),
             }
         });
-        let blocked = self.blocked.iter().map(|(knob, block)| Blocked {
+        let blocked = self.holder.blocked.iter().map(|(knob, block)| Blocked {
             knob: knob.clone(),
             left: block.until.saturating_duration_since(now),
             reason: block.reason.clone(),
@@ -45,7 +47,7 @@ impl Engine {
             scheduler_lost: self.rung.why_lost().map(str::to_owned),
             held: held.collect(),
             blocked: blocked.collect(),
-            history: self.history.shown(),
+            history: self.holder.history.shown(),
         }
     }
 
@@ -87,7 +89,7 @@ impl Engine {
             lacking.push(format!("{NO_CAPS}; `tuner.cpuCaps: always` enables caps"));
         }
         if !supports.memory_high {
-            let why = if self.cgroups.version() == Version::V2 {
+            let why = if self.holder.cgroups.paths.version() == Version::V2 {
                 "the memory controller is missing"
             } else {
                 "cgroup version 1 lacks it"

@@ -139,7 +139,7 @@ impl Login<'_> {
 
     /// Makes a copy of the shown interface with its own initiator name.
     fn make_interface(&self, shown: &str, initiator: &str) -> Result<(), Error> {
-        let settings = policy::interface_like(shown, initiator).map_err(Error::unmet)?;
+        let settings = policy::interface_like(shown, initiator).map_err(Error::unmet_of)?;
         let interface = interface(self.machine, &self.disk.interface);
         let (status, said) = run(&interface.clone().setting("-o", "new"))?;
         if !status.success() && status.code() != Some(EXISTS) {

@@ -36,7 +36,7 @@ pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
     };
     let mut objects = Objects::default();
     // The API server has listed no services; without this list its pods wait.
-    objects.set_services(Services::new(Vec::new()));
+    objects.services = Some(Services::new(Vec::new()));
     let (pods, objects) = (pods.iter().map(read).collect(), Arc::new(objects));
     Arc::new(Desired { pods, objects, ..Desired::default() })
 }

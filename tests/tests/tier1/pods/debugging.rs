@@ -29,7 +29,7 @@ async fn ask(node: &Node, container: &str) -> Result<proto::DebugResponse, Strin
         stdin: true,
         ..Default::default()
     };
-    client.debug(request).await.map_err(|error| error.to_string())
+    client.containers.debug(request).await.map_err(|error| error.to_string())
 }
 
 #[tokio::test]

@@ -67,7 +67,7 @@ pub(crate) fn given(node: &Node, pod: &str) -> BTreeSet<String> {
 
 /// Returns the devices that the ledger holds for a pod.
 pub(crate) fn held(node: &Node, pod: &View) -> BTreeSet<String> {
-    let held = node.devices().held_by(&pod.uid());
+    let held = node.devices().view().held_by(&pod.uid());
     held.into_values()
         .flat_map(std::collections::BTreeMap::into_values)
         .flat_map(std::collections::BTreeMap::into_keys)
@@ -388,7 +388,7 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
         assert!(matches!(waiting.phase().as_str(), "Pending" | "Running"), "{:?}", waiting.0.pod.status);
     }
     until_capacity(&node, 2, 2).await;
-    assert_eq!(node.devices().waiting().len(), 2);
+    assert_eq!(node.devices().view().waiting().len(), 2);
     // The dead sandbox is stopped once, before its successor, not at each inspection by the worker.
     node.until_relisted().await;
     assert_eq!(node.done(&[Op::StopPodSandbox]), 0);
@@ -397,7 +397,7 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     node.until_ready("new").await;
     assert_eq!(given(&node, "web"), before, "the pod has other devices than before");
     assert!(given(&node, "new").is_disjoint(&before));
-    assert_eq!(node.devices().waiting(), []);
+    assert_eq!(node.devices().view().waiting(), []);
 }
 
 #[tokio::test]
@@ -408,7 +408,7 @@ async fn after_a_reboot_of_a_full_node_an_init_container_has_its_pods_devices_ag
     let web = with(pod("web"), "containers", json!([wanting("main", 1)]));
     node.apply(&with(web, "initContainers", json!([wanting("init", 1)])));
     let web = node.until_ready("web").await;
-    let holders = || match node.devices().held_by(&web.uid()).len() {
+    let holders = || match node.devices().view().held_by(&web.uid()).len() {
         1 => Ok(()),
         count => Err(format!("{count} containers hold the device")),
     };

@@ -68,13 +68,13 @@ async fn the_api_shows_and_reaches_every_part() {
     let node = Node::with(&[pod("web")]).await;
     node.until_ready("web").await;
     let mut client = Client::connect(&node.path("run/beelet.sock")).await.unwrap();
-    let (table, _) = client.pods().await.unwrap();
+    let (table, _) = client.pods.list().await.unwrap();
     assert_eq!(table.pods.keys().map(ToString::to_string).collect::<Vec<_>>(), ["default/web-n1"]);
-    let described = client.node().await.unwrap();
+    let described = client.devices.node().await.unwrap();
     assert_eq!(described.capacity.get("cpu").map(String::as_str), Some("4"), "{described:?}");
-    assert!(client.probes().await.unwrap().is_empty());
-    assert!(client.devices().await.unwrap().resources.is_empty());
-    client.tuner_status().await.unwrap();
-    let planned = client.collect_images(false, true).await.unwrap();
+    assert!(client.probes.list().await.unwrap().is_empty());
+    assert!(client.devices.list().await.unwrap().resources.is_empty());
+    client.tuner.status().await.unwrap();
+    let planned = client.garbage.collect_images(false, true).await.unwrap();
     assert_eq!(planned.usage_percent, Some(50), "{planned:?}");
 }

@@ -40,7 +40,7 @@ impl Service {
                 start.pod
             ))
         })?;
-        let url = self.runtime.port_forward(&sandbox, vec![i32::from(port)]).await;
+        let url = self.runtime.streams.port_forward(&sandbox, vec![i32::from(port)]).await;
         let url = url.map_err(|error| Status::unavailable(error.to_string()))?;
         let (sender, receiver) = mpsc::channel(QUEUE);
         tokio::spawn(connect(url, port, inputs, sender, self.shutdown.clone()));
@@ -51,7 +51,7 @@ impl Service {
 /// Returns the newest ready sandbox of a pod.
 async fn sandbox(runtime: &Runtime, uid: &str) -> Result<Option<String>, Status> {
     let filter = cri::PodSandboxFilter { label_selector: selector(uid), ..Default::default() };
-    let sandboxes = runtime.list_sandboxes(Some(filter)).await;
+    let sandboxes = runtime.sandboxes.list(Some(filter)).await;
     let sandboxes = sandboxes.map_err(|error| Status::unavailable(error.to_string()))?;
     let ready = cri::PodSandboxState::SandboxReady as i32;
     let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);

@@ -73,10 +73,6 @@ impl MemoryManager {
         Ok(Self { machine, pod_level, state: MemoryState::default(), reuse: Reuse::default() })
     }
 
-    fn policy_name(&self) -> &'static str {
-        if self.machine.is_some() { "Static" } else { "None" }
-    }
-
     /// Starts with the content of the state file, if the file exists (`validateState`).
     ///
     /// # Errors
@@ -84,7 +80,7 @@ impl MemoryManager {
     pub fn start(&mut self, file: Option<&str>) -> Result<(), PinningError> {
         self.reuse = Reuse::default();
         self.state = match file {
-            Some(file) => MemoryState::read(file, self.policy_name(), self.pod_level)?,
+            Some(file) => MemoryState::read(file, policy_name(self.machine.as_ref()), self.pod_level)?,
             None => MemoryState::default(),
         };
         let Some(machine) = &self.machine else { return Ok(()) };
@@ -110,7 +106,7 @@ impl MemoryManager {
     /// Returns the state file's content.
     #[must_use]
     pub fn file(&self) -> String {
-        self.state.write(self.policy_name(), self.pod_level)
+        self.state.write(policy_name(self.machine.as_ref()), self.pod_level)
     }
 
     /// Returns the state.
@@ -125,16 +121,6 @@ impl MemoryManager {
         self.machine.is_some()
     }
 
-    /// Returns the memory of a container; empty if it has none.
-    #[must_use]
-    pub fn of(&self, uid: &str, container: &str) -> &[Block] {
-        self.held(uid, container).map_or(&[], Vec::as_slice)
-    }
-
-    fn held(&self, uid: &str, container: &str) -> Option<&Vec<Block>> {
-        self.state.containers.get(uid)?.get(container)
-    }
-
     /// Returns the sets of nodes that could provide a container's memory (`GetTopologyHints`).
     #[must_use]
     pub fn hints(&self, needs: &Needs, container: &ContainerNeeds) -> ProviderHints {
@@ -142,7 +128,7 @@ impl MemoryManager {
         if self.machine.is_none() || !needs.guaranteed || needs.ignored {
             return ProviderHints::new();
         }
-        match self.held(&needs.uid, &container.name) {
+        match self.state.held(&needs.uid, &container.name) {
             Some(blocks) => hints_of_blocks(blocks, wanted),
             None => for_each(wanted, &self.possible(&needs.uid, wanted)),
         }
@@ -166,7 +152,7 @@ impl MemoryManager {
         if self.machine.is_none() || !needs.guaranteed || needs.ignored {
             return Ok(());
         }
-        if let Some(blocks) = self.held(&needs.uid, &container.name) {
+        if let Some(blocks) = self.state.held(&needs.uid, &container.name) {
             let blocks = blocks.clone();
             self.reuse.update(&needs.uid, container.kind, &blocks);
             return Ok(());
@@ -179,7 +165,7 @@ impl MemoryManager {
             self.state.ledger.reserve(nodes, &block.resource, block.size.saturating_sub(reused));
         }
         self.reuse.update(&needs.uid, container.kind, &blocks);
-        self.shrink_inits(needs, container, &blocks);
+        self.state.shrink_inits(needs, container, &blocks);
         let pod = self.state.containers.entry(needs.uid.clone()).or_default();
         pod.insert(container.name.clone(), blocks);
         Ok(())
@@ -225,24 +211,6 @@ impl MemoryManager {
         Ok(nodes)
     }
 
-    /// Shrinks the blocks of init containers by the amounts that a container reuses, so that the sum of all
-    /// blocks is the pod's memory (`updateInitContainersMemoryBlocks`).
-    fn shrink_inits(&mut self, needs: &Needs, container: &ContainerNeeds, blocks: &[Block]) {
-        let Some(pod) = self.state.containers.get_mut(&needs.uid) else { return };
-        for block in blocks {
-            let mut size = block.size;
-            for init in needs.ended_before(&container.name) {
-                let own = pod.get_mut(&init.name).into_iter().flatten();
-                let same = |own: &&mut Block| own.resource == block.resource && own.nodes == block.nodes;
-                for own in own.filter(same) {
-                    let taken = own.size.min(size);
-                    own.size = own.size.saturating_sub(taken);
-                    size = size.saturating_sub(taken);
-                }
-            }
-        }
-    }
-
     /// Frees the memory of the init containers before a starting container, because they have ended
     /// (`AddContainer`). Memory of a pod with pod-level resources stays with the pod.
     pub fn container_starts(&mut self, needs: &Needs, container: &str) {
@@ -277,6 +245,10 @@ impl MemoryManager {
             self.state.containers.insert(uid.to_owned(), containers);
         }
     }
+}
+
+fn policy_name(machine: Option<&Ledger>) -> &'static str {
+    if machine.is_some() { "Static" } else { "None" }
 }
 
 /// Reserves a block of a state file (`updateExpectedMachineState`).

@@ -6,7 +6,7 @@ use super::super::{
     hints::{Hint, ProviderHints},
     needs::{Bytes, ContainerNeeds, Kind, Needs, NotWhole},
 };
-use super::{MemoryManager, blocks, for_each, hints_of_blocks, ledger::Block};
+use super::{MemoryManager, blocks, for_each, hints_of_blocks};
 
 impl MemoryManager {
     /// Returns the sets of nodes that could provide all memory of a pod (`GetPodTopologyHints`). For memory
@@ -24,27 +24,10 @@ impl MemoryManager {
         if wanted.is_empty() {
             return ProviderHints::new();
         }
-        match self.held_by_pod(needs) {
+        match self.state.held_by_pod(needs) {
             Some(blocks) => hints_of_blocks(&blocks, wanted),
             None => for_each(wanted, &self.possible(&needs.uid, wanted)),
         }
-    }
-
-    /// Returns the memory of a pod as a whole; None if the pod has none.
-    fn held_by_pod(&self, needs: &Needs) -> Option<Vec<Block>> {
-        if let Some(blocks) = self.state.pods.get(&needs.uid) {
-            return Some(blocks.clone());
-        }
-        let containers = self.state.containers.get(&needs.uid)?;
-        let mut sum: Vec<Block> = Vec::new();
-        for block in containers.values().flatten().filter(|block| block.size > 0) {
-            let same = |other: &&mut Block| other.resource == block.resource && other.nodes == block.nodes;
-            match sum.iter_mut().find(same) {
-                Some(other) => other.size = other.size.saturating_add(block.size),
-                None => sum.push(block.clone()),
-            }
-        }
-        Some(sum)
     }
 
     /// Assigns memory to a pod, and divides it. A pod that already has its memory (after a restart) keeps it,

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::{
     error::PinningError,
+    needs::{ContainerNeeds, Needs},
     nodes::{NODE_NUMBERS, NodeSet},
     state_file,
 };
@@ -43,6 +44,52 @@ impl MemoryState {
         let mut blocks: Vec<(&str, &Block)> = blocks.collect();
         blocks.sort_by_key(|(_, block)| block.nodes.len());
         blocks
+    }
+
+    /// Returns the memory of a container; empty if it has none.
+    #[must_use]
+    pub fn of(&self, uid: &str, container: &str) -> &[Block] {
+        self.held(uid, container).map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns the memory of a container; `None` if the container has none.
+    pub(super) fn held(&self, uid: &str, container: &str) -> Option<&Vec<Block>> {
+        self.containers.get(uid)?.get(container)
+    }
+
+    /// Returns the memory of a pod as a whole; None if the pod has none.
+    pub(super) fn held_by_pod(&self, needs: &Needs) -> Option<Vec<Block>> {
+        if let Some(blocks) = self.pods.get(&needs.uid) {
+            return Some(blocks.clone());
+        }
+        let containers = self.containers.get(&needs.uid)?;
+        let mut sum: Vec<Block> = Vec::new();
+        for block in containers.values().flatten().filter(|block| block.size > 0) {
+            let same = |other: &&mut Block| other.resource == block.resource && other.nodes == block.nodes;
+            match sum.iter_mut().find(same) {
+                Some(other) => other.size = other.size.saturating_add(block.size),
+                None => sum.push(block.clone()),
+            }
+        }
+        Some(sum)
+    }
+
+    /// Shrinks the blocks of init containers by the amounts that a container reuses, so that the sum of all
+    /// blocks is the pod's memory (`updateInitContainersMemoryBlocks`).
+    pub(super) fn shrink_inits(&mut self, needs: &Needs, container: &ContainerNeeds, blocks: &[Block]) {
+        let Some(pod) = self.containers.get_mut(&needs.uid) else { return };
+        for block in blocks {
+            let mut size = block.size;
+            for init in needs.ended_before(&container.name) {
+                let own = pod.get_mut(&init.name).into_iter().flatten();
+                let same = |own: &&mut Block| own.resource == block.resource && own.nodes == block.nodes;
+                for own in own.filter(same) {
+                    let taken = own.size.min(size);
+                    own.size = own.size.saturating_sub(taken);
+                    size = size.saturating_sub(taken);
+                }
+            }
+        }
     }
 }
 

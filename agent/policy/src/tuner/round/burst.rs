@@ -1,20 +1,28 @@
 //! CPU bursts: lends them to throttled containers, and ends those without a point.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Round, ratio};
+use super::{Hand, Node, ratio};
 use crate::resources::qos::QosClass;
-use crate::tuner::{ContainerSample, Heat, Knob, KnobKind, Law, PodSample, ladder::Move, words};
+use crate::tuner::{ContainerSample, Heat, Knob, KnobKind, Ladder, Law, PodSample, ladder::Move, words};
 
-impl<'a> Round<'a> {
+/// The bursts of one tick.
+pub(super) struct Bursts<'r, 'a> {
+    pub(super) node: Node<'a>,
+    pub(super) hand: &'r mut Hand<'a>,
+    /// Progress of each container's throttling, by its cgroup.
+    pub(super) ladders: &'r mut BTreeMap<String, Ladder>,
+}
+
+impl Bursts<'_, '_> {
     /// Lends a burst to each protected container that its own quota throttles: the container, and its pod,
     /// may then use the quota saved in earlier periods.
-    pub(super) fn lend_bursts(&mut self) {
+    pub(super) fn lend(&mut self) {
         self.end_pointless_bursts();
-        if !self.seen.supports.burst || self.law.burst_percent == 0 {
+        if !self.node.seen.supports.burst || self.node.law.burst_percent == 0 {
             return;
         }
-        for pod in self.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort) {
+        for pod in self.node.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort) {
             for container in &pod.containers {
                 self.lend_burst(pod, container);
             }
@@ -24,22 +32,23 @@ impl<'a> Round<'a> {
 
     /// Raises the pod's own burst, so that its quota does not hold back its containers' bursts.
     fn let_the_pod_burst(&mut self, pod: &PodSample) {
-        let lent: u64 = pod.containers.iter().filter_map(|c| self.held(&c.cgroup, KnobKind::Burst)).sum();
+        let lent: u64 =
+            pod.containers.iter().filter_map(|c| self.hand.held(&c.cgroup, KnobKind::Burst)).sum();
         let to = pod.quota_us.map(|quota| lent.min(quota)).filter(|burst| *burst > 0);
-        if self.held(&pod.cgroup, KnobKind::Burst) == to {
+        if self.hand.held(&pod.cgroup, KnobKind::Burst) == to {
             return;
         }
         let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Burst };
         match to {
-            Some(_) if self.blocked.contains(&knob) => {}
-            Some(_) => self.set(&knob, to, &format!("containers of {} may burst", pod.name)),
-            None => self.set(&knob, None, &format!("no container of {} bursts any more", pod.name)),
+            Some(_) if self.hand.blocked.contains(&knob) => {}
+            Some(_) => self.hand.set(&knob, to, &format!("containers of {} may burst", pod.name)),
+            None => self.hand.set(&knob, None, &format!("no container of {} bursts any more", pod.name)),
         }
     }
 
     /// Ends bursts without a quota, and those of pods that are not protected (any more).
     fn end_pointless_bursts(&mut self) {
-        let seen = self.seen;
+        let seen = self.node.seen;
         let protected = seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
         let quotas = protected.flat_map(|pod| {
             let containers = pod.containers.iter().map(|container| (&container.cgroup, container.quota_us));
@@ -47,11 +56,11 @@ impl<'a> Round<'a> {
         });
         let limited: BTreeSet<&str> =
             quotas.filter(|(_, quota)| quota.is_some()).map(|(cgroup, _)| cgroup.as_str()).collect();
-        let may = seen.supports.burst && self.law.burst_percent > 0;
+        let may = seen.supports.burst && self.node.law.burst_percent > 0;
         let is_burst = |knob: &&Knob| knob.kind == KnobKind::Burst;
-        let all: Vec<Knob> = self.state.held.keys().filter(is_burst).cloned().collect();
+        let all: Vec<Knob> = self.hand.held.keys().filter(is_burst).cloned().collect();
         for knob in all.iter().filter(|knob| !may || !limited.contains(knob.cgroup.as_str())) {
-            self.set(knob, None, "the quota to exceed no longer exists");
+            self.hand.set(knob, None, "the quota to exceed no longer exists");
         }
     }
 
@@ -59,25 +68,25 @@ impl<'a> Round<'a> {
         let (Some(quota), Some(throttled)) = (container.quota_us, container.throttled_permille) else {
             return;
         };
-        let burst = quota * u64::from(self.law.burst_percent.min(100)) / 100;
+        let burst = quota * u64::from(self.node.law.burst_percent.min(100)) / 100;
         let knob = Knob { cgroup: container.cgroup.clone(), kind: KnobKind::Burst };
-        let held = self.state.held.get(&knob).copied();
+        let held = self.hand.held.get(&knob).copied();
         if held.is_some_and(|held| held > quota) {
             // The kernel refuses a burst above the quota, which has been lowered.
-            self.set(
+            self.hand.set(
                 &knob,
                 Some(burst),
                 &format!("the quota of {} ({}) is lower now", pod.name, container.name),
             );
         }
-        let heat = match ratio(throttled.into(), self.law.throttled_permille.into()) {
+        let heat = match ratio(throttled.into(), self.node.law.throttled_permille.into()) {
             1001.. => Heat::Hot,
-            calm if calm < self.law.release_percent * 10 => Heat::Calm,
+            calm if calm < self.node.law.release_percent * 10 => Heat::Calm,
             _ => Heat::Warm,
         };
         // Saved quota costs other pods nothing until it is needed, and then it is needed at once.
-        let patient = Law { calm_ticks: self.law.retry_ticks, ..*self.law };
-        let ladder = self.state.throttled.entry(container.cgroup.clone()).or_default();
+        let patient = Law { calm_ticks: self.node.law.retry_ticks, ..*self.node.law };
+        let ladder = self.ladders.entry(container.cgroup.clone()).or_default();
         match ladder.tick(&patient, heat) {
             Move::Tighten => {
                 // The kernel adds up the CPUs' throttled times.
@@ -88,15 +97,13 @@ impl<'a> Round<'a> {
                     container.name,
                     KnobKind::Burst.show(burst)
                 );
-                self.hold(&container.cgroup, KnobKind::Burst, burst, &words);
+                self.hand.hold(&container.cgroup, KnobKind::Burst, burst, &words);
             }
             Move::GiveBack if held.is_some() => {
                 let words = format!("{} ({}) keeps within its quota", pod.name, container.name);
-                self.set(&knob, None, &words);
+                self.hand.set(&knob, None, &words);
             }
             Move::GiveBack | Move::Stay => {}
         }
     }
-
-    // ---- Knobs ----
 }

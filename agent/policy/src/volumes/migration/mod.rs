@@ -16,6 +16,8 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 
+use super::VolumeError;
+
 /// The annotation of a CSINode with the migrated kinds of volumes.
 pub const ANNOTATION: &str = "storage.alpha.kubernetes.io/migrated-plugins";
 /// Separator of the zones in a label.
@@ -162,9 +164,9 @@ pub fn is_read_only(volume: &Volume) -> bool {
 /// # Errors
 /// The volume cannot be translated to CSI.
 #[must_use]
-pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<PersistentVolume, String>> {
+pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<PersistentVolume, VolumeError>> {
     KINDS.iter().find_map(|kind| Some((kind, (kind.of_pod)(volume, namespace)?))).map(|(kind, found)| {
-        let Inline { name, mode, source } = found.map_err(|why| failed(&why))?;
+        let Inline { name, mode, source } = found.map_err(VolumeError::Translation)?;
         let name = match name {
             Name::Whole(name) => name,
             Name::OfDriver(name) => format!("{}-{name}", kind.driver),
@@ -188,11 +190,11 @@ pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<PersistentVolum
 /// # Errors
 /// The volume cannot be translated to CSI.
 #[must_use]
-pub fn of_claim(volume: &PersistentVolume) -> Option<Result<PersistentVolume, String>> {
+pub fn of_claim(volume: &PersistentVolume) -> Option<Result<PersistentVolume, VolumeError>> {
     KINDS.iter().find_map(|kind| Some((kind, (kind.of_claim)(volume)?))).map(|(kind, found)| {
         let csi = CSIPersistentVolumeSource {
             driver: kind.driver.to_owned(),
-            ..found.map_err(|why| failed(&why))?
+            ..found.map_err(VolumeError::Translation)?
         };
         let mut volume = volume.clone();
         match kind.topology {
@@ -223,10 +225,6 @@ pub fn changed_annotation(found: &CSINode) -> Option<String> {
     let known: BTreeSet<&str> = known.iter().flat_map(|text| text.split(',')).collect();
     let wanted: BTreeSet<&str> = KINDS.iter().map(|kind| kind.plugin).collect();
     (known != wanted).then(|| wanted.into_iter().collect::<Vec<_>>().join(","))
-}
-
-fn failed(why: &str) -> String {
-    format!("failed to translate in-tree pv to CSI: {why}")
 }
 
 fn spec(volume: &PersistentVolume) -> Option<&PersistentVolumeSpec> {

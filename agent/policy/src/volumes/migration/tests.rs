@@ -14,7 +14,7 @@ fn check_pod(source: Value, namespace: &str, expected: Result<Value, &str>) {
     let found = of_pod(&volume, namespace).unwrap();
     match expected {
         Ok(expected) => assert_eq!(serde_json::to_value(found.unwrap()).unwrap(), whole(expected)),
-        Err(why) => assert!(found.clone().unwrap_err().contains(why), "{found:?}"),
+        Err(why) => assert!(found.clone().unwrap_err().to_string().contains(why), "{found:?}"),
     }
 }
 
@@ -48,7 +48,7 @@ fn check_claim(metadata: Value, spec: Value, expected: Result<Value, &str>) {
             assert_eq!(kept, None, "the in-tree volume is still set");
             assert_eq!(of_claim(&serde_json::from_value(found).unwrap()), None);
         }
-        Err(why) => assert!(found.clone().unwrap_err().contains(why), "{found:?}"),
+        Err(why) => assert!(found.clone().unwrap_err().to_string().contains(why), "{found:?}"),
     }
 }
 
