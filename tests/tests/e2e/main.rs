@@ -26,6 +26,7 @@ mod reboot;
 mod restarts;
 mod runtime_away;
 mod server;
+mod stacks;
 mod tour;
 mod tuner;
 mod volumes;
