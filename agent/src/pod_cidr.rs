@@ -14,7 +14,7 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 
 /// Interval of checks for a restarted runtime, and pause before a retry.
-const LOOK: Duration = Duration::from_secs(10);
+const CHECK_PERIOD: Duration = Duration::from_secs(10);
 
 /// Source of the addresses.
 #[derive(Clone, Debug)]
@@ -91,7 +91,7 @@ async fn follow(runtime: Runtime, mut source: Source) {
         }
         tokio::select! {
             () = source.changed() => {}
-            () = sleep(LOOK) => {}
+            () = sleep(CHECK_PERIOD) => {}
         }
     }
 }

@@ -157,12 +157,12 @@ impl Watcher {
         self.outlook.settled().await;
         self.catch_up().await?;
         self.send(|_| Some(event(Type::Synced))).await?;
-        let mut looks = tokio::time::interval(NOTICE_PERIOD);
+        let mut ticks = tokio::time::interval(NOTICE_PERIOD);
         loop {
             tokio::select! {
                 changed = self.pods.changed() => changed.map_err(|_| Over)?,
                 () = self.events.closed() => return Err(Over),
-                _ = looks.tick() => {}
+                _ = ticks.tick() => {}
             }
             self.catch_up().await?;
             self.send_notice().await?;

@@ -10,7 +10,7 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 mod peer_groups;
 
 pub use peer_groups::{
-    CONSEQUENCE, First, Groups, Look, Reach, Sight, Stranger, at_home, reach, remedy, sentence, stranger,
+    CONSEQUENCE, Finding, First, Groups, Reach, Sight, Stranger, at_home, reach, remedy, sentence, stranger,
 };
 
 use crate::mountinfo;
@@ -25,10 +25,10 @@ const MACHINES_PIDS: u64 = 0xEFFF_FFFC;
 
 /// Checks whether process `runtime` sees the mounts of process `own` below `folder`. Blocking.
 #[must_use]
-pub fn inspect(folder: &Path, own: u32, runtime: Option<u32>) -> Look {
+pub fn inspect(folder: &Path, own: u32, runtime: Option<u32>) -> Finding {
     let with_first = |pid: u32| Some(namespace(pid).ok()? == namespace(INIT).ok()?);
     let stranger = stranger(with_first(own), runtime.and_then(with_first));
-    Look { reach: judge(folder, own, runtime), stranger }
+    Finding { reach: judge(folder, own, runtime), stranger }
 }
 
 fn judge(folder: &Path, own: u32, runtime: Option<u32>) -> Reach {

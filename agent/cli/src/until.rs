@@ -16,7 +16,7 @@ use super::{plain, why::Warnings};
 use beelet_client::{Client, Event};
 
 /// Interval between two checks of the reason why pods still exist.
-const LOOKS: Duration = Duration::from_secs(3);
+const LIST_PERIOD: Duration = Duration::from_secs(3);
 
 /// State to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,13 +160,13 @@ pub(crate) async fn wait(
     let mut watch = client.pods.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
-    let (mut looks, mut told) = (interval_at(Instant::now() + LOOKS, LOOKS), BTreeSet::new());
+    let (mut lists, mut reported) = (interval_at(Instant::now() + LIST_PERIOD, LIST_PERIOD), BTreeSet::new());
     loop {
         let event = tokio::select! {
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
-            _ = looks.tick(), if *wanted == Wanted::Deleted && is_synced => {
-                waited.report_blockers(client, &mut told).await;
+            _ = lists.tick(), if *wanted == Wanted::Deleted && is_synced => {
+                waited.report_blockers(client, &mut reported).await;
                 continue;
             }
         };
@@ -212,7 +212,7 @@ fn notice(event: &Event) {
 
 impl Waited {
     /// Prints the reasons why pods have not been deleted yet, each reason once.
-    async fn report_blockers(&self, client: &mut Client, told: &mut BTreeSet<String>) {
+    async fn report_blockers(&self, client: &mut Client, reported: &mut BTreeSet<String>) {
         // A failed query is repeated in the next round.
         let Ok(warnings) = Warnings::read(client).await else { return };
         for target in &self.missed {
@@ -222,7 +222,7 @@ impl Waited {
                 (None, Some(stopped)) => format!("pod {} {stopped}", target.name),
                 (None, None) => format!("pod {} is not terminating", target.name),
             };
-            if told.insert(line.clone()) {
+            if reported.insert(line.clone()) {
                 eprintln!("waiting: {}", plain::line(&line));
             }
         }

@@ -33,7 +33,7 @@ const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 /// Maximum wait for the approval of a request before the next one.
 const PATIENCE: Duration = Duration::from_secs(900);
 /// Interval of polls of a pending request.
-const LOOK: Duration = Duration::from_secs(2);
+const CHECK_PERIOD: Duration = Duration::from_secs(2);
 /// Number of previous certificates that are kept.
 const KEPT: usize = 3;
 /// Mode of the folder, which contains keys.
@@ -428,7 +428,7 @@ async fn ask(
         if since.elapsed() >= PATIENCE {
             return Err(Error::Unanswered { name: name.to_owned() });
         }
-        sleep(LOOK).await;
+        sleep(CHECK_PERIOD).await;
     }
 }
 

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// Interval of checks of files and clock.
-const LOOK: Duration = Duration::from_secs(60);
+const CHECK_PERIOD: Duration = Duration::from_secs(60);
 /// Fraction of a certificate's lifetime after which it is renewed, and the maximum random addition.
 const PART: (f64, f64) = (0.7, 0.2);
 /// Time before a certificate's expiry at which warnings start, unless its last tenth starts later.
@@ -95,9 +95,9 @@ impl Identity {
                 );
             }
             let due = lifetime.filter(|_| rotates).map(|lifetime| lifetime.rotation(part));
-            let mut pause = due.map_or(LOOK, |due| {
+            let mut pause = due.map_or(CHECK_PERIOD, |due| {
                 let left: Duration = due.duration_since(now).try_into().unwrap_or_default();
-                left.clamp(Duration::from_secs(1), LOOK)
+                left.clamp(Duration::from_secs(1), CHECK_PERIOD)
             });
             if due.is_some_and(|due| due <= now) {
                 match self.renew(&client, lifetime, now).await {

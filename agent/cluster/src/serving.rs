@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Interval of checks of the clock and the file.
-const LOOK: Duration = Duration::from_secs(60);
+const CHECK_PERIOD: Duration = Duration::from_secs(60);
 /// Minimum time between two requests, even for short-lived certificates.
 const LEAST: Duration = Duration::from_secs(1);
 
@@ -69,7 +69,7 @@ async fn run(client: Client, inputs: Inputs) {
         if addresses.ips.is_empty() {
             // Signers refuse a request without an address.
             if node.changed().await.is_err() {
-                sleep(LOOK).await;
+                sleep(CHECK_PERIOD).await;
             }
             continue;
         }
@@ -78,7 +78,7 @@ async fn run(client: Client, inputs: Inputs) {
         let due = due(known.as_ref(), &addresses, asked.as_ref(), part);
         let left = due.duration_since(Timestamp::now());
         if left.is_positive() {
-            let pause = Duration::try_from(left).unwrap_or(LOOK).min(LOOK);
+            let pause = Duration::try_from(left).unwrap_or(CHECK_PERIOD).min(CHECK_PERIOD);
             tokio::select! {
                 () = sleep(pause) => {}
                 Ok(()) = node.changed() => {}

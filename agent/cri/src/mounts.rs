@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use beelet_base::blocking::blocking;
-use beelet_base::propagation::{self, CONSEQUENCE, Look, Reach};
+use beelet_base::propagation::{self, CONSEQUENCE, Finding, Reach};
 use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, timeout};
 
@@ -32,7 +32,7 @@ pub struct MountState {
 type Identity = (u32, Option<(u64, u64)>);
 
 /// The access to the machine: inspects the mounts of the process that listens.
-type Looking = Arc<dyn Fn(&Path, u32) -> Look + Send + Sync>;
+type Looking = Arc<dyn Fn(&Path, u32) -> Finding + Send + Sync>;
 
 /// The check of the runtime at a socket, repeated when the runtime may have been restarted.
 pub struct Mounts {
@@ -99,7 +99,7 @@ impl Mounts {
         trouble
     }
 
-    fn sentence(&self, found: Look, pid: u32) -> Arc<str> {
+    fn sentence(&self, found: Finding, pid: u32) -> Arc<str> {
         let said = propagation::sentence(found, &self.folder.display().to_string(), Some(pid));
         let remedy = propagation::remedy(found.stranger);
         format!("{said}, and {CONSEQUENCE}; {remedy}").into()
@@ -123,7 +123,7 @@ mod tests {
         let look = move |_: &Path, _| {
             counted.fetch_add(1, Ordering::Relaxed);
             let reach = if of_runtime.load(Ordering::Relaxed) { Reach::No } else { Reach::Yes };
-            Look { reach, stranger: Stranger::Runtime }
+            Finding { reach, stranger: Stranger::Runtime }
         };
         let mounts = Mounts::with(dir.path(), &socket, Arc::new(look));
         // No process listens, so the check does not judge.

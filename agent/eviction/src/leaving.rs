@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::{IMMEDIATE, Metrics, Observations, looks::Looks, reclaims::LATE, usage::KnownUsage};
+use super::{IMMEDIATE, Metrics, Observations, readings::Readings, reclaims::LATE, usage::KnownUsage};
 
 /// Time beyond the grace period that a pod may take to terminate before others are evicted in its place.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -43,7 +43,7 @@ pub(super) struct Leaving {
     /// Time by which the pod should have terminated.
     by: Instant,
     /// Usage at the eviction and since, while the pod is not overdue.
-    looks: Looks,
+    readings: Readings,
     /// True if the pod has not terminated by then.
     overdue: bool,
     /// The node's numbers at the eviction.
@@ -75,9 +75,9 @@ impl LeavingPods {
     /// Adds a pod; `before` are the node's numbers now.
     pub(super) fn add(&mut self, pod: &Pod, signal: Signal, grace: Duration, before: Observations) {
         let now = Instant::now();
-        let looks = Looks::new(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default());
+        let readings = Readings::new(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default());
         let by = now.after(grace).after(PATIENCE);
-        self.pods.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false, before });
+        self.pods.insert(pod.uid.clone(), Leaving { signal, grace, by, readings, overdue: false, before });
     }
 
     /// Drops pods that have terminated from the list of leaving pods, and those that have been overdue long
@@ -97,7 +97,7 @@ impl LeavingPods {
             self.late.extend(of_disks.map(|pod| LateRoom {
                 since: now,
                 before: pod.before,
-                usage: pod.looks.first(),
+                usage: pod.readings.first(),
             }));
             self.gone_at = Some(now);
         }
@@ -154,7 +154,7 @@ impl LeavingPods {
         for (uid, leaving) in self.pods.iter_mut().filter(|(_, leaving)| !leaving.overdue) {
             let known = pods.iter().find(|pod| pod.uid == *uid).map(|pod| &pod.known);
             if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage)) {
-                leaving.looks.add(at, usage);
+                leaving.readings.add(at, usage);
             }
         }
     }
@@ -163,7 +163,7 @@ impl LeavingPods {
     /// `read_at`.
     pub(super) fn coming(&self, threshold: &Threshold, read_at: Instant, layout: DiskLayout) -> Quantity {
         let leaving = self.pods.values().filter(|leaving| leaving.is_counted_on(threshold));
-        leaving.map(|leaving| leaving.looks.by(read_at).of(threshold.signal, layout)).sum()
+        leaving.map(|leaving| leaving.readings.by(read_at).of(threshold.signal, layout)).sum()
     }
 
     /// Returns true if the end of any of the pods will free some of the low resource soon enough.

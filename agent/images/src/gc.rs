@@ -138,7 +138,7 @@ enum Removed {
 /// Timers of scans, collections and lists.
 #[derive(Debug)]
 pub struct Timers {
-    looks: Interval,
+    ages: Interval,
     /// None: only on request.
     collections: Option<Interval>,
     lists: Interval,
@@ -148,7 +148,7 @@ pub struct Timers {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
     /// Update ages.
-    Look,
+    Ages,
     /// Collect.
     Collection,
     /// List the images.
@@ -171,7 +171,7 @@ impl Garbage for ImageGc {
         // The first scan precedes the first collection.
         let first = |period: Duration| Instant::now().after(period.min(SETTLING));
         Timers {
-            looks: often(interval(PERIOD)),
+            ages: often(interval(PERIOD)),
             collections: self.parts.period.map(|period| often(interval_at(first(period), period))),
             lists: often(interval(LIST_PERIOD)),
         }
@@ -186,7 +186,7 @@ impl Garbage for ImageGc {
         };
         select! {
             biased;
-            _ = timers.looks.tick() => Due::Look,
+            _ = timers.ages.tick() => Due::Ages,
             () = collection => Due::Collection,
             _ = timers.lists.tick() => Due::List,
         }
@@ -194,7 +194,7 @@ impl Garbage for ImageGc {
 
     async fn work(&mut self, due: Due) {
         match due {
-            Due::Look => self.refresh_ages().await,
+            Due::Ages => self.refresh_ages().await,
             Due::Collection => self.collect_by_itself().await,
             Due::List => self.list().await,
         }

@@ -37,7 +37,7 @@ use beelet_config::{Server, TlsFiles, TlsVersion};
 use crate::metrics::Expiry;
 
 /// Minimum interval between two checks of the files, made by the next connection.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
 /// Maximum bytes of a file with certificates or a key.
 const FILE_MAX: u64 = 4 << 20;
 /// Validity of a self-signed certificate, and the remaining validity at which it is renewed.
@@ -133,7 +133,7 @@ impl Keyring {
     /// Returns the keys if the files were checked recently.
     fn fresh(&self) -> Option<Keys> {
         let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        (loaded.looked.elapsed() < LOOK).then(|| loaded.keys.clone())
+        (loaded.looked.elapsed() < CHECK_PERIOD).then(|| loaded.keys.clone())
     }
 
     /// Reads changed files. Unusable files change nothing.

@@ -19,7 +19,7 @@ use crate::rotate;
 use crate::written::Writer;
 
 /// Polling interval of a follower without inotify.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
 /// Maximum names of closed files per directory. A log is rotated at most once per second, and a reader waits
 /// 10 s for the end of a file.
 const CLOSED: usize = 16;
@@ -45,7 +45,7 @@ struct Folder {
 /// Source of change notifications for a directory.
 pub(crate) enum Changes {
     Told(Follower),
-    /// The kernel has no inotify instance or watch left: polls every [`LOOK`].
+    /// The kernel has no inotify instance or watch left: polls every [`CHECK_PERIOD`].
     Looked,
 }
 
@@ -83,7 +83,7 @@ impl Changes {
             }
             *self = Self::Looked;
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(CHECK_PERIOD).await;
     }
 }
 

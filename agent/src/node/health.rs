@@ -16,7 +16,7 @@ use beelet_pleg::relist::{NOTICED_AFTER, Pulse, UNHEALTHY_AFTER};
 use beelet_state::events::NodeEvents;
 
 /// Interval of checks of the node's readiness.
-const LOOK: Duration = Duration::from_secs(5);
+const CHECK_PERIOD: Duration = Duration::from_secs(5);
 /// Time after the agent's start from which a silent runtime is reported.
 const START: Duration = Duration::from_secs(10);
 
@@ -86,7 +86,7 @@ impl Health {
 
     /// Records changes of the node's readiness, with the kubelet's reasons, until `shutdown`.
     pub(super) async fn record_readiness(self, events: NodeEvents, shutdown: CancellationToken) {
-        let mut ticks = interval(LOOK);
+        let mut ticks = interval(CHECK_PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut was_ready = None;
         while shutdown.run_until_cancelled(ticks.tick()).await.is_some() {

@@ -50,8 +50,8 @@ impl Quiet {
     ) -> Option<BTreeMap<u64, KernelCounters>> {
         let kinds = [(Pressure::Cpu, law.cpu_wait_permille), (Pressure::Memory, law.memory_stall_permille)];
         for (stalls, (pressure, bound)) in self.stalls.iter_mut().zip(kinds) {
-            let look = StallLook { cgroups, pressure, bound: near(bound.into(), law), now };
-            if stalls.may_trouble_one(&look, root, pods) {
+            let reading = StallReading { cgroups, pressure, bound: near(bound.into(), law), now };
+            if stalls.may_trouble_one(&reading, root, pods) {
                 self.loud = Some(now);
             }
         }
@@ -65,7 +65,7 @@ impl Quiet {
             let before = self.kernel.get(id).map_or(&[][..], |before| &before.run_queue_waits);
             p99_us(before, &counters.run_queue_waits).is_some_and(|wait| wait >= bound)
         };
-        // Waits before the first look are not current.
+        // Waits before the first reading are not current.
         if self.read_at.is_some() && kernel.iter().any(is_long) {
             self.loud = Some(now);
         }
@@ -79,7 +79,7 @@ impl Quiet {
 }
 
 /// The inputs of one tick's check.
-struct StallLook<'a> {
+struct StallReading<'a> {
     cgroups: &'a Cgroups,
     pressure: Pressure,
     /// Permille of the time.
@@ -87,7 +87,7 @@ struct StallLook<'a> {
     now: Instant,
 }
 
-impl StallLook<'_> {
+impl StallReading<'_> {
     fn at(&self, cgroup: &str) -> Option<StallCount> {
         Some(StallCount { at: self.now, us: stats::stalled(self.cgroups, cgroup, self.pressure)?.some_us })
     }
@@ -122,19 +122,19 @@ struct Stalls {
 impl Stalls {
     /// Returns true if a pod may have stalled near the bound since the last tick, or if the kernel counts no
     /// stalls. The first look at a cgroup has no result.
-    fn may_trouble_one(&mut self, look: &StallLook<'_>, root: &str, pods: &[Target]) -> bool {
-        let Some(all) = look.at(root) else { return true };
+    fn may_trouble_one(&mut self, reading: &StallReading<'_>, root: &str, pods: &[Target]) -> bool {
+        let Some(all) = reading.at(root) else { return true };
         let before = self.all.replace(all);
-        if !before.is_some_and(|before| all.grew_by(before, look.bound)) {
+        if !before.is_some_and(|before| all.grew_by(before, reading.bound)) {
             self.each.clear();
             return false;
         }
         let each: BTreeMap<String, StallCount> =
-            pods.iter().filter_map(|pod| Some((pod.cgroup.clone(), look.at(&pod.cgroup)?))).collect();
+            pods.iter().filter_map(|pod| Some((pod.cgroup.clone(), reading.at(&pod.cgroup)?))).collect();
         let before = std::mem::replace(&mut self.each, each);
         self.each
             .iter()
-            .any(|(cgroup, count)| before.get(cgroup).is_some_and(|was| count.grew_by(*was, look.bound)))
+            .any(|(cgroup, count)| before.get(cgroup).is_some_and(|was| count.grew_by(*was, reading.bound)))
     }
 }
 

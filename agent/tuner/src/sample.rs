@@ -15,7 +15,7 @@ use super::{
 };
 use beelet_cgroups::{Cgroups, Pressure, Version, memory, search, stats};
 
-/// Minimum time between two looks for a meaningful rate.
+/// Minimum time between two readings for a meaningful rate.
 pub(super) const LEAST_MICROS: u128 = 10_000;
 
 /// Source of the kernel programs' counters, by cgroup id, all at once.
@@ -69,7 +69,7 @@ impl Sampler {
         pods: &[&Target],
         now: Instant,
     ) -> Observed {
-        let mut look = SampleRound {
+        let mut round = SampleRound {
             cgroups,
             kernel: counted,
             now,
@@ -77,16 +77,16 @@ impl Sampler {
             seen: BTreeMap::new(),
             ids: BTreeMap::new(),
         };
-        let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
-        let mut samples: Vec<PodSample> = pods.iter().filter_map(|pod| look.pod(pod)).collect();
+        let best_effort_used = round.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
+        let mut samples: Vec<PodSample> = pods.iter().filter_map(|pod| round.pod(pod)).collect();
         if let Some(kernel) = kernel {
-            look.name_holders(&mut samples, &kernel.holders);
+            round.name_holders(&mut samples, &kernel.holders);
             if supports.memory_high {
-                look.name_growers(&mut samples, &kernel.freed);
+                round.name_growers(&mut samples, &kernel.freed);
             }
         }
         let cpus = beelet_base::cpus::count() as u64 * 1000;
-        self.before = look.seen;
+        self.before = round.seen;
         Observed { cpus, best_effort: best_effort.to_owned(), best_effort_used, supports, pods: samples }
     }
 }
@@ -229,7 +229,7 @@ impl SampleRound<'_> {
     }
 }
 
-/// The rates between two looks.
+/// The rates between two readings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Rates {
     /// Millicores.

@@ -32,7 +32,7 @@ pub struct Sight<'a> {
 
 /// Result of the inspection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Look {
+pub struct Finding {
     /// The verdict.
     pub reach: Reach,
     /// The process to reconfigure if the verdict is not [`Reach::Yes`].
@@ -113,13 +113,13 @@ pub fn stranger(agent_with_first: Option<bool>, runtime_with_first: Option<bool>
 
 /// Returns the facts as a sentence.
 #[must_use]
-pub fn sentence(look: Look, folder: &str, runtime: Option<u32>) -> String {
+pub fn sentence(finding: Finding, folder: &str, runtime: Option<u32>) -> String {
     let runtime = runtime.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    let whose = match look.stranger {
+    let whose = match finding.stranger {
         Stranger::Agent => "the agent",
         Stranger::Runtime => "the container runtime",
     };
-    match look.reach {
+    match finding.reach {
         Reach::Yes => format!("the container runtime{runtime} sees what is mounted below {folder}"),
         Reach::No => format!(
             "the container runtime{runtime} does not see what the agent mounts below {folder}: {whose} has a mount \
@@ -241,7 +241,7 @@ mod tests {
     fn a_sentence_names_the_process_with_a_namespace_of_its_own() {
         let check = |agent, runtime, whose: &str, unit: &str| {
             let stranger = stranger(agent, runtime);
-            let said = sentence(Look { reach: Reach::No, stranger }, "/pods", Some(7));
+            let said = sentence(Finding { reach: Reach::No, stranger }, "/pods", Some(7));
             assert!(said.ends_with(&format!(": {whose} has a mount namespace of its own")), "{said}");
             assert!(remedy(stranger).contains(unit), "{}", remedy(stranger));
         };
@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_verdict_is_a_sentence_with_the_folder_and_the_process() {
-        let of = |reach| Look { reach, stranger: Stranger::Agent };
+        let of = |reach| Finding { reach, stranger: Stranger::Agent };
         let said = sentence(of(Reach::No), "/var/lib/beelet/pods", Some(4711));
         assert!(
             said.contains("(process 4711) does not see") && said.contains("below /var/lib/beelet/pods"),

@@ -15,7 +15,7 @@ use crate::{Error, disk};
 /// Time limit for a disk to appear.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Time between two checks for a disk.
-const LOOK: Duration = Duration::from_millis(250);
+const CHECK_PERIOD: Duration = Duration::from_millis(250);
 /// Maximum number of names read from a folder, and of bytes read from a file.
 const NAMES: usize = 10_000;
 const BYTES: u64 = 4096;
@@ -99,7 +99,7 @@ impl Machine {
             if began.elapsed() >= patience {
                 return None;
             }
-            std::thread::sleep(LOOK.min(patience));
+            std::thread::sleep(CHECK_PERIOD.min(patience));
         }
     }
 

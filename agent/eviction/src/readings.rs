@@ -10,12 +10,12 @@ const MOST: usize = 64;
 
 /// The readings of one pod. Their number is bounded for any duration of the pod's termination.
 #[derive(Debug, Clone)]
-pub(super) struct Looks {
+pub(super) struct Readings {
     first: (Instant, PodUsage),
     later: Vec<(Instant, PodUsage)>,
 }
 
-impl Looks {
+impl Readings {
     /// Starts with the reading at the eviction.
     pub(super) fn new(at: Instant, usage: PodUsage) -> Self {
         Self { first: (at, usage), later: Vec::new() }
@@ -63,27 +63,27 @@ mod tests {
     fn readings_over_hours_are_few_and_the_newest_are_complete() {
         let began = Instant::now();
         let at = |tenths: u64| began + Duration::from_millis(100 * tenths);
-        let mut looks = Looks::new(began, pids(0));
+        let mut readings = Readings::new(began, pids(0));
         for tenths in 1..=36_000 {
-            looks.add(at(tenths), pids(tenths));
-            assert!(looks.later.len() <= MOST);
+            readings.add(at(tenths), pids(tenths));
+            assert!(readings.later.len() <= MOST);
             // A number is read shortly before the decision that uses it.
-            assert_eq!(looks.by(at(tenths - 1)).pids, tenths - 1);
+            assert_eq!(readings.by(at(tenths - 1)).pids, tenths - 1);
         }
-        assert_eq!(looks.by(at(36_000)).pids, 36_000);
-        assert_eq!(looks.first(), pids(0));
+        assert_eq!(readings.by(at(36_000)).pids, 36_000);
+        assert_eq!(readings.first(), pids(0));
         for late in [10, 100, 300] {
-            let seen = looks.by(at(36_000 - late)).pids;
+            let seen = readings.by(at(36_000 - late)).pids;
             assert!(seen <= 36_000 - late && seen + 20 >= 36_000 - late, "{seen} is too old");
         }
-        assert_eq!(looks.by(began), pids(0), "an older number gets the first reading");
+        assert_eq!(readings.by(began), pids(0), "an older number gets the first reading");
     }
 
     #[test]
     fn a_reading_that_is_not_newer_changes_nothing() {
         let began = Instant::now();
-        let mut looks = Looks::new(began, pids(3));
-        looks.add(began, pids(1));
-        assert_eq!(looks.by(began + APART), pids(3));
+        let mut readings = Readings::new(began, pids(3));
+        readings.add(began, pids(1));
+        assert_eq!(readings.by(began + APART), pids(3));
     }
 }
