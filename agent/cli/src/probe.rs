@@ -154,18 +154,18 @@ fn print_notes(probes: &[&proto::Probe]) {
 fn tolerated_text(tolerated: &proto::Tolerated) -> String {
     let last = stamp(tolerated.last_unix_ms).unwrap_or_else(|| "unknown".to_owned());
     format!(
-        "connections waited longer than the timeout at {} looks (last: {last}); `stalled=fail` would have failed \
+        "connections waited longer than the timeout at {} checks (last: {last}); `stalled=fail` would have failed \
          the container {} times",
-        tolerated.looks, tolerated.failures
+        tolerated.checks, tolerated.failures
     )
 }
 
 fn row(probe: &proto::Probe, now: Timestamp) -> Vec<String> {
     let since = Timestamp::from_millisecond(probe.since_unix_ms).ok().filter(|_| probe.since_unix_ms != 0);
-    let latency = probe.last.as_ref().map(|look| time(Duration::from_micros(look.latency_us)));
+    let latency = probe.last.as_ref().map(|check| time(Duration::from_micros(check.latency_us)));
     let last = match (&probe.held[..], &probe.last) {
         ("", None) => "none yet".to_owned(),
-        ("", Some(look)) => one_line(&format!("{}: {}", look.outcome, look.detail)),
+        ("", Some(check)) => one_line(&format!("{}: {}", check.outcome, check.detail)),
         (held, _) => format!("({held})"),
     };
     let mode = if probe.fallback.is_empty() { probe.mode.clone() } else { format!("{}*", probe.mode) };
@@ -208,11 +208,11 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
         kind: args.kind.name().to_owned(),
     };
     let answer = client.probes.run(wanted).await?;
-    let (probe, look) = (answer.probe.unwrap_or_default(), answer.look.unwrap_or_default());
+    let (probe, check) = (answer.probe.unwrap_or_default(), answer.check.unwrap_or_default());
     if args.shown.output == Output::Json {
         let document = json!({
             "probe": probe_json(&probe),
-            "look": run_json(&look),
+            "check": run_json(&check),
             "explanation": answer.explanation,
         });
         print(&format!("{}\n", serde_json::to_string_pretty(&document)?))?;
@@ -226,9 +226,9 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
         }
         text += &format!(
             "{} in {}: {}\n",
-            look.outcome,
-            time(Duration::from_micros(look.latency_us)),
-            look.detail
+            check.outcome,
+            time(Duration::from_micros(check.latency_us)),
+            check.detail
         );
         text += &format!("Current result: {}", probe.result);
         text += &match &probe.held[..] {
@@ -237,7 +237,7 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
         };
         print(&plain::lines(&text))?;
     }
-    Ok(if look.outcome == "success" { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if check.outcome == "success" { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn probe_json(probe: &proto::Probe) -> Value {
@@ -258,19 +258,19 @@ fn probe_json(probe: &proto::Probe) -> Value {
         "held": text(&probe.held),
         "problems": probe.problems,
         "tolerated": probe.tolerated.as_ref().map(|tolerated| json!({
-            "looks": tolerated.looks,
+            "checks": tolerated.checks,
             "failures": tolerated.failures,
             "last": stamp(tolerated.last_unix_ms),
         })),
     })
 }
 
-fn run_json(look: &proto::Look) -> Value {
+fn run_json(check: &proto::ProbeCheck) -> Value {
     json!({
-        "outcome": look.outcome,
-        "detail": look.detail,
-        "latencyMicroseconds": look.latency_us,
-        "at": stamp(look.at_unix_ms),
+        "outcome": check.outcome,
+        "detail": check.detail,
+        "latencyMicroseconds": check.latency_us,
+        "at": stamp(check.at_unix_ms),
     })
 }
 
@@ -293,7 +293,7 @@ mod tests {
             mode: "kernel".into(),
             result: "success".into(),
             since_unix_ms: 1_000_000,
-            last: Some(proto::Look {
+            last: Some(proto::ProbeCheck {
                 outcome: "success".into(),
                 detail: "the kernel has\na listener".into(),
                 latency_us: 1,
@@ -328,13 +328,13 @@ mod tests {
 
     #[test]
     fn the_effect_of_the_stricter_rule_is_a_note_and_a_field() {
-        let tolerated = proto::Tolerated { looks: 7, failures: 2, last_unix_ms: 1_000_000 };
-        let expected = "connections waited longer than the timeout at 7 looks (last: 1970-01-01T00:16:40Z); \
+        let tolerated = proto::Tolerated { checks: 7, failures: 2, last_unix_ms: 1_000_000 };
+        let expected = "connections waited longer than the timeout at 7 checks (last: 1970-01-01T00:16:40Z); \
                         `stalled=fail` would have failed the container 2 times";
         assert_eq!(tolerated_text(&tolerated), expected);
         assert_eq!(probe_json(&probe())["tolerated"], Value::Null);
         let json = probe_json(&proto::Probe { tolerated: Some(tolerated), ..probe() });
-        assert_eq!(json["tolerated"], json!({"looks": 7, "failures": 2, "last": "1970-01-01T00:16:40Z"}));
+        assert_eq!(json["tolerated"], json!({"checks": 7, "failures": 2, "last": "1970-01-01T00:16:40Z"}));
     }
 
     #[test]

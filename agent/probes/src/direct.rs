@@ -1,5 +1,5 @@
 //! Exec probes through the helper `beelet-exec` instead of the runtime, where the helper can reproduce the
-//! container (docs/decisions/0029-exec.md). Must never run a command in both ways for one look, unless the
+//! container (docs/decisions/0029-exec.md). Must never run a command in both ways for one check, unless the
 //! helper has refused to start it.
 
 use std::{

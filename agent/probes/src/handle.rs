@@ -118,7 +118,7 @@ pub struct ProbeView {
     /// Time of the result's last change.
     pub since: Option<Timestamp>,
     /// The last check.
-    pub last: Option<LookView>,
+    pub last: Option<CheckView>,
     /// Time between two checks.
     pub period: Duration,
     /// Timeout of an answer.
@@ -127,7 +127,7 @@ pub struct ProbeView {
     pub held: Option<String>,
     /// Invalid annotations of the pod.
     pub problems: Vec<String>,
-    /// Looks at a stalled listener that count as successes.
+    /// Checks of a stalled listener that count as successes.
     pub tolerated: Option<ToleratedView>,
 }
 
@@ -135,7 +135,7 @@ pub struct ProbeView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToleratedView {
     /// Number of these checks.
-    pub looks: u64,
+    pub checks: u64,
     /// Number of times that `failureThreshold` of these checks occurred in a row.
     pub failures: u64,
     /// Time of the most recent one.
@@ -144,7 +144,7 @@ pub struct ToleratedView {
 
 /// A check as shown to the user.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LookView {
+pub struct CheckView {
     /// Outcome of the check.
     pub outcome: Outcome,
     /// Details of the outcome.
@@ -161,7 +161,7 @@ pub struct Explained {
     /// The probe before the check.
     pub probe: ProbeView,
     /// Result of the check.
-    pub look: LookView,
+    pub check: CheckView,
     /// The steps and their results, in order.
     pub explanation: Vec<String>,
 }

@@ -38,7 +38,9 @@ use beelet_policy::probe::{
     settings::{Connections, ExecMode},
 };
 
-pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, ToleratedView, Wanted, handle};
+pub use handle::{
+    AskError, CheckView, Commands, Explained, Handle, ProbeView, ToleratedView, Wanted, handle,
+};
 pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
 

@@ -80,10 +80,10 @@ pub struct Parts {
 /// The reason for which a probe asks something that may take a while to answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A look. A connection to an application whose listener the kernel knows is a canary: followed until the
+    /// A check. A connection to an application whose listener the kernel knows is a canary: followed until the
     /// application accepts it.
-    Look,
-    /// A look that the kernel was to answer and can't.
+    Check,
+    /// A check that the kernel was to answer and can't.
     Instead,
     /// The kernel has no listener on the port and never had one: a connection decides.
     Confirm,
@@ -573,7 +573,7 @@ impl Probes {
         }
         self.poll(&by_kernel).await;
         for id in ask {
-            self.launch(id, Purpose::Look);
+            self.launch(id, Purpose::Check);
         }
     }
 
@@ -582,7 +582,7 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some(question) = worker.question() else { return };
         worker.in_flight = true;
-        let follows = purpose == Purpose::Look;
+        let follows = purpose == Purpose::Check;
         let canary = worker.in_kernel().filter(|_| follows).map(|(netns, port)| (Arc::clone(netns), port));
         let canary = canary.zip(worker.ip).zip(self.parts.checker.clone());
         if canary.is_some() {
@@ -628,7 +628,7 @@ impl Probes {
             return;
         }
         match purpose {
-            Purpose::Look | Purpose::Instead => self.record(id, &answer, latency).await,
+            Purpose::Check | Purpose::Instead => self.record(id, &answer, latency).await,
             Purpose::Confirm => self.confirmed(id, &answer, latency).await,
         }
     }
@@ -713,7 +713,7 @@ impl Probes {
         worker.since = Some(Timestamp::now());
         let Some(container_id) = worker.container_id.clone() else { return };
         if transition.restart {
-            let reason = worker.last.as_ref().map(|look| look.detail.as_str()).unwrap_or_default();
+            let reason = worker.last.as_ref().map(|check| check.detail.as_str()).unwrap_or_default();
             warn!(pod = %worker.name, container = %worker.key.container, kind = worker.key.kind.name(), reason,
                 "probe failed; the container must restart");
         }

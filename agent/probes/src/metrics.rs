@@ -153,7 +153,7 @@ pub struct Metrics {
     pub fallbacks: Gauge,
     /// Containers whose commands the runtime runs although the helper should.
     pub exec_fallbacks: Gauge,
-    /// Looks at a stalled listener that count as successes.
+    /// Checks of a stalled listener that count as successes.
     pub tolerated: Counter,
 }
 

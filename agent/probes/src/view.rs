@@ -13,7 +13,7 @@ use super::{
     answer::Answer,
     ask::Question,
     canary,
-    handle::{AskError, Command, Explained, LookView, ProbeView, ToleratedView, Wanted},
+    handle::{AskError, CheckView, Command, Explained, ProbeView, ToleratedView, Wanted},
     ids::Id,
     listening::{Lookup, answer},
     manager::Probes,
@@ -153,9 +153,9 @@ fn view(worker: &Worker) -> ProbeView {
         },
         result: worker.state.published(),
         since: worker.since,
-        last: worker.last.as_ref().map(|look| LookView {
-            outcome: look.outcome,
-            detail: look.detail.clone(),
+        last: worker.last.as_ref().map(|check| CheckView {
+            outcome: check.outcome,
+            detail: check.detail.clone(),
             latency: worker.hot.looked.1,
             at: wall(worker.hot.looked.0),
         }),
@@ -164,7 +164,7 @@ fn view(worker: &Worker) -> ProbeView {
         held: worker.state.held(now()).map(|held| held.to_string()),
         problems: worker.problems.clone(),
         tolerated: worker.tolerated.last.map(|last| ToleratedView {
-            looks: worker.tolerated.looks,
+            checks: worker.tolerated.checks,
             failures: worker.tolerated.failures,
             last: wall(last),
         }),
@@ -231,6 +231,6 @@ fn said(lookup: &Lookup) -> String {
 }
 
 fn explained(probe: ProbeView, answer: Answer, latency: Duration, explanation: Vec<String>) -> Explained {
-    let look = LookView { outcome: answer.outcome, detail: answer.detail, latency, at: Timestamp::now() };
-    Explained { probe, look, explanation }
+    let check = CheckView { outcome: answer.outcome, detail: answer.detail, latency, at: Timestamp::now() };
+    Explained { probe, check, explanation }
 }

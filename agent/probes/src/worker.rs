@@ -80,7 +80,7 @@ pub(super) struct Worker {
     /// True once the kernel has had a listener on the port in the pod's network namespace. Before that, the
     /// absence of a listener may only mean that the pod's sockets are somewhere else.
     pub has_seen_listener: bool,
-    /// Looks at a stalled listener that count as successes.
+    /// Checks of a stalled listener that count as successes.
     pub tolerated: Tolerated,
     method: Method,
     /// Time between two checks, as requested by the pod.
@@ -117,7 +117,7 @@ pub(super) struct Worker {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tolerated {
     /// Number of these checks.
-    pub looks: u64,
+    pub checks: u64,
     /// Number of times that `failureThreshold` of these checks occurred in a row.
     pub failures: u64,
     /// Time of the most recent one, on the clock of `ProbeState`.
@@ -164,7 +164,7 @@ impl Tolerated {
             self.in_a_row = 0;
             return false;
         }
-        self.looks = self.looks.saturating_add(1);
+        self.checks = self.checks.saturating_add(1);
         self.last = Some(now);
         self.in_a_row = self.in_a_row.saturating_add(1);
         let fails = self.in_a_row == threshold;
@@ -322,7 +322,7 @@ impl Worker {
     }
 
     /// Judges the port by what a lookup at `at` found, and counts a stall that the probe's rule tolerates.
-    /// The second value is true if a stricter rule would have failed the container with this look.
+    /// The second value is true if a stricter rule would have failed the container with this check.
     pub(super) fn judge(&mut self, at: Duration, sighting: Sighting) -> (Verdict, bool) {
         self.has_seen_listener |= matches!(sighting, Sighting::Listening(_));
         let verdict = self.hot.queues.judge(at, self.timeout, sighting);

@@ -34,7 +34,7 @@ impl Direct {
         Direct { node: Node { agent, containerd }, helper }
     }
 
-    /// Returns the probe of a pod once its last look satisfies `wanted`.
+    /// Returns the probe of a pod once its last check satisfies `wanted`.
     pub(crate) fn probe(&self, pod: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         probe_of(&self.node, pod, wanted)
     }

@@ -7,7 +7,7 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::probes_server::{Probes, ProbesServer};
 use tonic::{Request, Response, Status};
 
-use beelet_probes::{AskError, Explained, Handle, LookView, ProbeView, Wanted};
+use beelet_probes::{AskError, CheckView, Explained, Handle, ProbeView, Wanted};
 
 /// Returns the service.
 #[must_use]
@@ -42,11 +42,11 @@ impl Probes for ProbeService {
             )));
         };
         let wanted = Wanted { namespace, pod, container, kind };
-        let Explained { probe, look, explanation } =
+        let Explained { probe, check, explanation } =
             self.probes.run(wanted).await.map_err(|why| refused(&why))?;
         Ok(Response::new(proto::RunProbeResponse {
             probe: Some(encode(probe)),
-            look: Some(encode_look(look)),
+            check: Some(encode_check(check)),
             explanation,
         }))
     }
@@ -76,30 +76,30 @@ fn encode(probe: ProbeView) -> proto::Probe {
         fallback: probe.fallback.unwrap_or_default(),
         result: result.to_owned(),
         since_unix_ms: probe.since.map_or(0, jiff::Timestamp::as_millisecond),
-        last: probe.last.map(encode_look),
+        last: probe.last.map(encode_check),
         period_ms: millis(probe.period),
         timeout_ms: millis(probe.timeout),
         held: probe.held.unwrap_or_default(),
         problems: probe.problems,
         tolerated: probe.tolerated.map(|tolerated| proto::Tolerated {
-            looks: tolerated.looks,
+            checks: tolerated.checks,
             failures: tolerated.failures,
             last_unix_ms: tolerated.last.as_millisecond(),
         }),
     }
 }
 
-fn encode_look(look: LookView) -> proto::Look {
-    let outcome = match look.outcome {
+fn encode_check(check: CheckView) -> proto::ProbeCheck {
+    let outcome = match check.outcome {
         Outcome::Success => "success",
         Outcome::Failure => "failure",
         Outcome::Error => "error",
     };
-    proto::Look {
+    proto::ProbeCheck {
         outcome: outcome.to_owned(),
-        detail: look.detail,
-        latency_us: u64::try_from(look.latency.as_micros()).unwrap_or(u64::MAX),
-        at_unix_ms: look.at.as_millisecond(),
+        detail: check.detail,
+        latency_us: u64::try_from(check.latency.as_micros()).unwrap_or(u64::MAX),
+        at_unix_ms: check.at.as_millisecond(),
     }
 }
 

@@ -68,9 +68,9 @@ pub enum Verdict {
         /// Time since which no accept has been seen.
         since: Duration,
     },
-    /// Connections wait; the next look decides whether the application accepts them.
+    /// Connections wait; the next check decides whether the application accepts them.
     Pending {
-        /// Latest time for the next look.
+        /// Latest time for the next check.
         until: Duration,
     },
 }
@@ -88,7 +88,7 @@ pub enum QueueRule {
     Room,
 }
 
-/// The connections at the heads of an address's accept queues, from one look to the next.
+/// The connections at the heads of an address's accept queues, from one check to the next.
 ///
 /// ```
 /// use std::time::Duration;
@@ -115,7 +115,7 @@ impl QueueWatch {
         Self { held: None, rule }
     }
 
-    /// Judges one look. `timeout` is the probe's.
+    /// Judges one check. `timeout` is the probe's.
     pub fn judge(&mut self, now: Duration, timeout: Duration, seen: Sighting) -> Verdict {
         let strict = self.judge_strictly(now, timeout, seen);
         let is_full = matches!(seen, Sighting::Listening(queues) if queues.are_full());
@@ -127,7 +127,7 @@ impl QueueWatch {
         }
     }
 
-    /// Returns true if the last look found connections that had waited for `timeout` without one accept:
+    /// Returns true if the last check found connections that had waited for `timeout` without one accept:
     /// [`QueueRule::Accepted`] fails the probe then.
     #[must_use]
     pub fn is_stalled(&self, now: Duration, timeout: Duration) -> bool {
@@ -161,7 +161,7 @@ impl QueueWatch {
                 let until = since.saturating_add(timeout);
                 if now >= until { Verdict::Stalled { since } } else { Verdict::Pending { until } }
             }
-            // An accept happened since the last look, as the probe requires.
+            // An accept happened since the last check, as the probe requires.
             Some(_) => {
                 self.held = Some((queues.heads, now));
                 Verdict::Listening
@@ -191,21 +191,21 @@ mod tests {
 
     use super::*;
 
-    /// Plays looks, one per second, at a probe with a timeout of two seconds. A look is `-` (absent), or
+    /// Plays checks, one per second, at a probe with a timeout of two seconds. A check is `-` (absent), or
     /// listeners, waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
-    fn check(looks: &str, expectation: &str) {
-        check_by(QueueRule::Accepted, looks, expectation);
+    fn check(checks: &str, expectation: &str) {
+        check_by(QueueRule::Accepted, checks, expectation);
     }
 
     /// The same by `rule`. A `!` follows a verdict if the strict rule calls the listener stalled.
-    fn check_by(rule: QueueRule, looks: &str, expectation: &str) {
+    fn check_by(rule: QueueRule, checks: &str, expectation: &str) {
         let mut watch = QueueWatch::new(rule);
-        let verdicts: Vec<String> = looks
+        let verdicts: Vec<String> = checks
             .split_whitespace()
             .enumerate()
-            .map(|(second, look)| {
-                let digit = |at: usize| u32::from(look.as_bytes()[at] - b'0');
-                let seen = match look {
+            .map(|(second, check)| {
+                let digit = |at: usize| u32::from(check.as_bytes()[at] - b'0');
+                let seen = match check {
                     "-" => Sighting::Absent,
                     _ => Sighting::Listening(Queues {
                         listeners: digit(0),
@@ -225,7 +225,7 @@ mod tests {
                 verdict + if is_tolerated { "!" } else { "" }
             })
             .collect();
-        assert_eq!(verdicts.join(" "), expectation, "{looks}");
+        assert_eq!(verdicts.join(" "), expectation, "{checks}");
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn under_the_rule_of_room_only_a_full_queue_or_no_listener_fails() {
-        let check = |looks, expectation| check_by(QueueRule::Room, looks, expectation);
+        let check = |checks, expectation| check_by(QueueRule::Room, checks, expectation);
         check("1101 1101 1101 1101 1102", "L L L! L! L");
         check("1101 1101 1101 1111 1000", "L L L! S0! L");
         check("1111 1112 - 1000", "S0 S1 N L");

@@ -17,10 +17,10 @@ use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
 /// Prefix of the annotation for one container; the container's name follows.
 pub(crate) const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
-/// Minimum timeout, and minimum period of a probe that the kernel answers: a look costs microseconds, but the
+/// Minimum timeout, and minimum period of a probe that the kernel answers: a check costs microseconds, but the
 /// readers of the results must keep up.
 pub const SHORTEST: Duration = Duration::from_millis(10);
-/// Minimum period of a probe that needs a process, a connection or a request per look, and minimum time
+/// Minimum period of a probe that needs a process, a connection or a request per check, and minimum time
 /// between two canaries: the minimum of `periodSeconds`. An author of pods must not have the runtime start a
 /// hundred processes per second.
 pub const SHORTEST_ASKED: Duration = Duration::from_secs(1);
@@ -233,7 +233,7 @@ fn time(text: &str, shortest: Duration) -> Result<Duration, String> {
     Ok(time)
 }
 
-/// Returns the time between two looks of a probe with this wanted period: unchanged if the kernel answers,
+/// Returns the time between two checks of a probe with this wanted period: unchanged if the kernel answers,
 /// and at least [`SHORTEST_ASKED`] otherwise.
 #[must_use]
 pub fn period(wanted: Duration, by_kernel: bool) -> Duration {
@@ -348,7 +348,7 @@ mod tests {
             check(kind, Some(Accepted), Room, 0, Accepted);
             check(kind, Some(Room), Accepted, 60, Room);
         }
-        // A canary that the application has not accepted stays in the queue, and the next looks find it
+        // A canary that the application has not accepted stays in the queue, and the next checks find it
         // there.
         check(ProbeKind::Liveness, None, Room, 60, Accepted);
         check(ProbeKind::Startup, None, Room, 60, Room);

@@ -145,7 +145,7 @@ fn an_application_with_one_worker_that_is_busy_keeps_its_liveness_and_loses_its_
     let tolerated = |view: &ProbeView| view.tolerated.is_some_and(|stalls| stalls.failures == 1);
     let view = scene.until("web", Liveness, "a stall that the stricter rule would fail", tolerated);
     assert_eq!(view.result, Success);
-    assert!(view.tolerated.is_some_and(|stalls| stalls.looks >= 3), "{view:?}");
+    assert!(view.tolerated.is_some_and(|stalls| stalls.checks >= 3), "{view:?}");
     assert_eq!(scene.run("web", "main", Liveness), Outcome::Success);
     assert_eq!(scene.run("strict", "main", Liveness), Outcome::Failure);
     process.send(&format!("accept {}", listener.id)).unwrap();

@@ -194,7 +194,7 @@ fn a_canary_distinguishes_a_stalled_idle_application_from_a_healthy_one() {
     let update = scene.expect("hangs", Liveness, Failure);
     assert!(update.restart);
     let accepted =
-        |view: &ProbeView| view.last.as_ref().is_some_and(|look| look.detail.contains("accepted a canary"));
+        |view: &ProbeView| view.last.as_ref().is_some_and(|check| check.detail.contains("accepted a canary"));
     scene.until("works", Liveness, "an accepted canary", accepted);
     // Without canaries, an idle application gives no sign.
     assert_eq!(scene.view("works", Liveness).result, Success);
@@ -314,10 +314,10 @@ fn without_lookups_listeners_are_confirmed_by_the_socket_list_and_no_canary_is_s
     }
     assert_eq!(first, BTreeMap::from([("uid-idle".to_owned(), Success), ("uid-web".to_owned(), Failure)]));
     // Enough probes run for canaries to be due among them.
-    let looks = RefCell::new(BTreeSet::new());
+    let checks = RefCell::new(BTreeSet::new());
     let view = scene.until("idle", Liveness, "twenty probes", |view| {
-        looks.borrow_mut().extend(view.last.as_ref().map(|look| look.at));
-        looks.borrow().len() >= 20
+        checks.borrow_mut().extend(view.last.as_ref().map(|check| check.at));
+        checks.borrow().len() >= 20
     });
     assert_eq!((view.mode, view.result), ("sock_diag", Success));
     assert_eq!(queue(listener.port).backlog, 0, "the probe has connected");

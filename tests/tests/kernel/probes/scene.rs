@@ -215,7 +215,7 @@ impl Scene {
     pub(crate) fn run(&self, pod: &str, container: &str, kind: ProbeKind) -> Outcome {
         let wanted =
             Wanted { namespace: String::new(), pod: pod.to_owned(), container: container.to_owned(), kind };
-        self.runtime.block_on(self.handle.run(wanted)).unwrap().look.outcome
+        self.runtime.block_on(self.handle.run(wanted)).unwrap().check.outcome
     }
 }
 

@@ -122,7 +122,7 @@ async fn a_patch_of_the_api_server_changes_probes_and_their_annotations_in_place
 
 #[tokio::test]
 async fn an_answer_to_an_earlier_question_does_not_count() {
-    // A server that accepts and never answers: the look lasts until its timeout.
+    // A server that accepts and never answers: the check lasts until its timeout.
     let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let slow = json!({
         "httpGet": { "host": "127.0.0.1", "port": silent.local_addr().unwrap().port() },
@@ -138,7 +138,7 @@ async fn an_answer_to_an_earlier_question_does_not_count() {
     let from = jiff::Timestamp::now();
     loop {
         let last = node.probes().await[0].last.clone();
-        if last.is_some_and(|look| look.at.duration_since(from).as_secs() >= 6) {
+        if last.is_some_and(|check| check.at.duration_since(from).as_secs() >= 6) {
             break;
         }
         node.until_relisted().await;
