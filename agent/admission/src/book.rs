@@ -1,23 +1,40 @@
 //! The pods that have room, wait for room or are terminating, and the counter of their changes. Must never
 //! decide: the ledger does.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use beelet_base::clock::After as _;
 use beelet_policy::resources::critical::is_critical;
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 
-use super::patience;
+use super::{Held, patience};
 
 /// Pod that has room.
 #[derive(Debug)]
 pub(super) struct Tenant {
     pub(super) pod: Arc<core::Pod>,
-    /// Deadline of a terminating pod. After it the pod counts as overdue.
-    pub(super) leaves_by: Option<Instant>,
+    pub(super) standing: Standing,
     /// The pod has just been admitted: its amounts may have changed while it waited.
     pub(super) is_new: bool,
+}
+
+/// Certainty of a tenant's stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// The pod is admitted.
+    Admitted,
+    /// The pod terminates, and is overdue after this time.
+    Leaves(Instant),
+    /// The pod runs, and its source has not been listed since the agent's start: the pod may prove to be
+    /// unwanted.
+    Unlisted,
+    /// The pod runs, and its definition cannot be read.
+    LeftAlone,
 }
 
 /// Pod that waits for room or has a reservation.
@@ -42,14 +59,14 @@ pub(super) struct Book {
     changes: u64,
 }
 
-/// Terminating pods that count as present.
+/// Terminating and unlisted pods that count as present.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leaving {
     /// All.
     All,
-    /// Those past their deadline.
+    /// Terminating ones past their deadline.
     Overdue,
-    /// No terminating pod.
+    /// No terminating or unlisted pod.
     None,
 }
 
@@ -62,6 +79,25 @@ pub(super) enum Claims {
     Critical,
 }
 
+impl Tenant {
+    /// Returns true if the pod is admitted and not terminating.
+    pub(super) fn is_admitted(&self) -> bool {
+        self.standing == Standing::Admitted
+    }
+
+    /// Returns true if the pod has no worker.
+    fn is_held(&self) -> bool {
+        matches!(self.standing, Standing::Unlisted | Standing::LeftAlone)
+    }
+
+    fn leaves_by(&self) -> Option<Instant> {
+        match self.standing {
+            Standing::Leaves(by) => Some(by),
+            _ => None,
+        }
+    }
+}
+
 impl Book {
     /// Returns a counter of the events that others may wait for: room released, pods terminating, claims
     /// given up. Every change that removes or shrinks a tenant or claim must count here.
@@ -71,14 +107,35 @@ impl Book {
 
     /// Returns true if the pod has room and is not terminating.
     pub(super) fn has(&self, uid: &str) -> bool {
-        self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
+        self.tenants.get(uid).is_some_and(Tenant::is_admitted)
     }
 
     /// Moves a pod from the queue to the pods that have room.
     pub(super) fn enter(&mut self, pod: &Arc<core::Pod>, is_new: bool) {
         let uid = uid_of(pod);
         self.claims.remove(&uid);
-        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new });
+        let entered = Tenant { pod: Arc::clone(pod), standing: Standing::Admitted, is_new };
+        let before = self.tenants.insert(uid, entered);
+        // Pods that wait for the listing can be decided now.
+        self.count_change(before.is_some_and(|tenant| tenant.is_held()));
+    }
+
+    /// Replaces the pods that hold room without being managed. Ignores admitted and terminating pods.
+    pub(super) fn hold(&mut self, held: &[Held]) {
+        let uids: BTreeSet<String> = held.iter().map(|held| uid_of(&held.pod)).collect();
+        let before = self.tenants.len();
+        self.tenants.retain(|uid, tenant| !tenant.is_held() || uids.contains(uid));
+        let mut changed = self.tenants.len() < before;
+        for Held { pod, is_listed } in held {
+            let known = self.tenants.get(&uid_of(pod)).map(|tenant| tenant.standing);
+            let standing = if *is_listed { Standing::LeftAlone } else { Standing::Unlisted };
+            if matches!(known, None | Some(Standing::Unlisted | Standing::LeftAlone)) {
+                changed |= known.is_some_and(|known| known != standing);
+                let tenant = Tenant { pod: Arc::clone(pod), standing, is_new: false };
+                self.tenants.insert(uid_of(pod), tenant);
+            }
+        }
+        self.count_change(changed);
     }
 
     /// Counts a release, if there was one.
@@ -91,8 +148,8 @@ impl Book {
         self.withdraw(uid);
         let Some(tenant) = self.tenants.get_mut(uid) else { return };
         let by = now.after(patience(grace));
-        if tenant.leaves_by.is_none_or(|known| by < known) {
-            tenant.leaves_by = Some(by);
+        if !matches!(tenant.standing, Standing::Leaves(known) if known <= by) {
+            tenant.standing = Standing::Leaves(by);
             self.count_change(true);
         }
     }
@@ -123,7 +180,7 @@ impl Book {
 
     /// Returns the next time at which a terminating pod becomes overdue or a reservation expires.
     pub(super) fn next_change(&self, now: Instant) -> Option<Instant> {
-        let leave = self.tenants.values().filter_map(|tenant| tenant.leaves_by).filter(|by| *by > now);
+        let leave = self.tenants.values().filter_map(Tenant::leaves_by).filter(|by| *by > now);
         leave.chain(self.next_expiry()).min()
     }
 
@@ -136,11 +193,20 @@ impl Book {
     ) -> Vec<Arc<core::Pod>> {
         let mut present = Vec::with_capacity(self.tenants.len());
         for tenant in self.tenants.values() {
-            match tenant.leaves_by {
-                None => present.push(Arc::clone(&tenant.pod)),
-                Some(_) if leaving == Leaving::All => present.push(unmovable(&tenant.pod)),
-                Some(by) if leaving == Leaving::Overdue && by <= now => present.push(unmovable(&tenant.pod)),
-                Some(_) => {}
+            let counts = match (tenant.standing, leaving) {
+                (Standing::Admitted, _) => {
+                    present.push(Arc::clone(&tenant.pod));
+                    false
+                }
+                // A critical pod would preempt most pods, and the API server itself may be such a pod: it
+                // must not wait for a list that only the API server can provide.
+                (Standing::Unlisted, Leaving::All) => !is_critical(pod),
+                (Standing::Leaves(_), Leaving::All) | (Standing::LeftAlone, _) => true,
+                (Standing::Leaves(by), Leaving::Overdue) => by <= now,
+                (Standing::Unlisted | Standing::Leaves(_), _) => false,
+            };
+            if counts {
+                present.push(unmovable(&tenant.pod));
             }
         }
         let counts = |claim: &&Claim| match claims {

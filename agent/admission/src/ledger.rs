@@ -64,7 +64,7 @@ impl Ledger {
     /// Like [`Book::has`], for a pod that asks again. The first call after the admission adopts the amounts
     /// in `pod`, which may have changed in the meantime. Later only [`Self::resize`] changes them.
     pub(super) fn still_has(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
-        let tenant = self.book.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.leaves_by.is_none());
+        let tenant = self.book.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.is_admitted());
         let Some(tenant) = tenant else { return false };
         let known = Arc::clone(&tenant.pod);
         if std::mem::take(&mut tenant.is_new) && !Arc::ptr_eq(&known, pod) {
@@ -147,11 +147,11 @@ impl Ledger {
         let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
         // Other pods may use the difference.
         let gives_back = room.is_ok() && resize_order::grows(pod, had);
-        if let Some(Tenant { pod: before, leaves_by, is_new }) = tenant {
+        if let Some(Tenant { pod: before, standing, is_new }) = tenant {
             self.book.count_change(gives_back);
             let is_new = is_new && room.is_err();
             let pod = if room.is_ok() { Arc::clone(pod) } else { before };
-            self.book.tenants.insert(uid, Tenant { pod, leaves_by, is_new });
+            self.book.tenants.insert(uid, Tenant { pod, standing, is_new });
         }
         room
     }

@@ -76,6 +76,15 @@ pub struct ResizeDeferral {
     pub message: String,
 }
 
+/// A running pod that the manager does not manage: its definition is unknown.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// The parts of the pod that admission counts.
+    pub pod: Arc<core::Pod>,
+    /// The pod's source has been listed, and still does not show the pod's definition.
+    pub is_listed: bool,
+}
+
 /// Dependencies of admission.
 #[derive(Debug)]
 pub struct Parts {
@@ -173,6 +182,12 @@ impl Admission {
     /// Counts a running pod regardless of its requests: it was admitted before the agent's restart.
     pub fn adopt(&self, pod: &Arc<core::Pod>) {
         self.with(|ledger| ledger.book.enter(pod, false));
+    }
+
+    /// Sets the running pods without a worker. Their room counts as taken, and they cannot be preempted. A pod
+    /// that lacks only the room of pods whose source is not listed yet waits, because they may be unwanted.
+    pub fn hold(&self, held: &[Held]) {
+        self.with(|ledger| ledger.book.hold(held));
     }
 
     /// Subscribes to changes after which a waiting pod may fit: a pod is terminating, has terminated or

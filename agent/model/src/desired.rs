@@ -126,6 +126,15 @@ impl Desired {
         self.folder_unread || self.api_unread || !self.unreadable_uids.is_empty()
     }
 
+    /// Returns true if the source of this origin has not been listed yet.
+    #[must_use]
+    pub fn is_unread(&self, origin: Origin) -> bool {
+        match origin {
+            Origin::Api => self.api_unread,
+            Origin::File => self.folder_unread,
+        }
+    }
+
     /// Returns true if a running pod of a manifest that is not in `pods` may be stopped. `manifest` is the
     /// pod's file, from its annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]

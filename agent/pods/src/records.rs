@@ -32,6 +32,7 @@ use tracing::{error, info, warn};
 use super::metrics::Metrics;
 use beelet_base::{blocking::blocking, process::FirstProcess};
 use beelet_model::{
+    ended::Ended,
     failure::PodFailure,
     request::RuntimePod,
     status::{OomFacts, ProbeFacts, has_ended},
@@ -79,6 +80,10 @@ pub struct PodRecord {
     /// waits for room (the kubelet's allocated_pods_state).
     #[serde(default)]
     pub accepted: Option<Accepted>,
+    /// The pod as admission counts it, with the amounts in `accepted`: a running pod holds its room before its
+    /// source has been listed.
+    #[serde(default)]
+    pub outline: Option<Arc<core::Pod>>,
     /// Ephemeral containers that were added to a static pod.
     #[serde(default)]
     pub debuggers: Vec<core::EphemeralContainer>,
@@ -124,6 +129,7 @@ impl PodRecord {
             oom: BTreeMap::new(),
             failure: None,
             accepted: None,
+            outline: None,
             debuggers: Vec::new(),
             edge: None,
             netns: None,
@@ -136,6 +142,19 @@ impl PodRecord {
     /// Returns true if an ephemeral container of this name was added to the pod.
     pub(crate) fn has_debugger(&self, name: &str) -> bool {
         self.debuggers.iter().any(|debugger| debugger.name == name)
+    }
+
+    /// Returns the pod as admission counts it, if the record has it.
+    pub(crate) fn counted(&self) -> Option<Arc<core::Pod>> {
+        let mut outline = self.outline.clone()?;
+        self.accepted.iter().for_each(|accepted| accepted.apply_to(Arc::make_mut(&mut outline)));
+        Some(outline)
+    }
+
+    /// Returns the proof that none of the pod's containers runs, if the record has it.
+    pub(crate) fn ended(&self) -> Option<Ended> {
+        let stopped = self.failure.as_ref().is_some_and(|failure| failure.has_stopped() || failure.cleared);
+        Ended::of(self.status.as_deref(), stopped)
     }
 
     /// Returns true if the pod has failed or has a final phase.

@@ -6,15 +6,17 @@ use k8s_openapi::api::core::v1 as core;
 
 use super::managed::{Managed, hash_of, manifest_of};
 use beelet_model::{origin::Origin, request::RuntimePod, table::PodName};
+use beelet_policy::admission::outline;
 use beelet_spec::resize;
 
-/// Updates the record with the fields of the pod that its removal needs, a digest of the whole pod, and its
-/// resource amounts, if the pod has changed.
+/// Updates the record with the fields of the pod that its removal and admission need, a digest of the whole
+/// pod, and its resource amounts, if the pod has changed.
 pub(super) fn update_record(managed: &mut Managed) {
     if managed.record_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &managed.pod)) {
         return;
     }
     managed.record.origin = runtime_pod(&managed.pod);
+    managed.record.outline = Some(Arc::new(outline(&managed.pod)));
     managed.record.accepted = Some(resize::Accepted::of(&managed.pod));
     managed.record_of = Some(Arc::clone(&managed.pod));
 }

@@ -5,6 +5,7 @@ use std::{
     sync::Arc,
 };
 
+use beelet_admission::Held;
 use beelet_model::{
     desired::Desired,
     objects::Objects,
@@ -54,6 +55,7 @@ impl Manager {
         }
         // Running pods reserve their resources before any new pod requests some.
         wanted.iter().for_each(|(uid, pod)| adopt(&self.pods, &self.present, uid, pod));
+        self.pods.deps.admission.hold(&self.held(&wanted, &in_runtime, &desired));
         for (uid, orphan) in in_runtime.iter() {
             // A manifest may set the UID, and keep it when other fields change.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
@@ -80,6 +82,28 @@ impl Manager {
         deleting::publish_successors(&mut self.pods, &desired);
         // Resizes come after running pods have reserved their resources, and before new pods request some.
         self.pods.due.resizes = true;
+    }
+
+    /// Returns the running pods that are neither wanted nor removable: their source has not been listed, or
+    /// shows no valid definition.
+    fn held(
+        &self,
+        wanted: &BTreeMap<String, Arc<core::Pod>>,
+        in_runtime: &BTreeMap<String, RuntimePod>,
+        desired: &Desired,
+    ) -> Vec<Held> {
+        let held = |uid: &String| {
+            let seen = in_runtime.get(uid)?;
+            let is_managed = self.pods.by_uid.contains_key(uid) || wanted.contains_key(uid);
+            if is_managed || desired.may_remove_of(seen.origin, uid, seen.manifest.as_deref()) {
+                return None;
+            }
+            let record = self.pods.records.get(uid)?;
+            let is_present = record.leaving.is_none() && record.ended().is_none();
+            let is_listed = !desired.is_unread(seen.origin);
+            Some(Held { pod: record.counted().filter(|_| is_present)?, is_listed })
+        };
+        self.present.iter().filter_map(held).collect()
     }
 
     /// Wakes the workers of pods that may wait for a changed object, and no others: in a cluster, a Service
@@ -160,7 +184,8 @@ impl Manager {
         if let (Some(deletion), Some(failure)) = (&mut deletion, &kept.failure) {
             (deletion.stopped, deletion.cleared) = (failure.has_stopped(), failure.cleared);
         }
-        admit_leaving(&self.pods, &uid, &pod, deletion.as_ref(), terminate);
+        let counted = kept.counted().filter(|_| self.present.contains(&uid));
+        admit_leaving(&self.pods, counted.as_ref().unwrap_or(&pod), &pod, deletion.as_ref(), terminate);
         let control = Control {
             terminate: terminate.then(|| Terminate { grace: kept.leaving.and_then(|leaving| leaving.grace) }),
             ..control_of(&kept, deletion.as_ref(), counts, beelet_model::pod::grace_period(&pod))
@@ -285,20 +310,36 @@ fn adopt(pods: &Pods, present: &BTreeSet<String>, uid: &str, pod: &Arc<core::Pod
         return;
     }
     let record = pods.records.get(uid);
-    if record.as_ref().is_none_or(|record| record.failure.is_none() && record.leaving.is_none()) {
-        let accepted = record.and_then(|record| record.accepted);
-        pods.deps.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
+    // The worker of a pod that is being terminated takes the room itself.
+    let has_none =
+        |record: &PodRecord| record.leaving.is_some() || record.failure.is_some() && record.ended().is_some();
+    if record.as_ref().is_some_and(has_none) {
+        return;
+    }
+    let accepted = record.as_ref().and_then(|record| record.accepted.as_ref());
+    pods.deps.admission.adopt(&resizing::as_accepted(pod, accepted));
+    if let Some(failure) = record.and_then(|record| record.failure) {
+        let grace = failure.grace.unwrap_or_else(|| beelet_model::pod::grace_period(pod));
+        pods.deps.admission.leaving(uid, grace);
     }
 }
 
-/// Notifies admission of a pod that is already terminating when its worker starts.
-fn admit_leaving(pods: &Pods, uid: &str, pod: &Arc<core::Pod>, deletion: Option<&Deletion>, terminate: bool) {
+/// Notifies admission of a pod that is already terminating when its worker starts. `counted` has the pod's
+/// amounts, which the spec of an orphan lacks.
+fn admit_leaving(
+    pods: &Pods,
+    counted: &Arc<core::Pod>,
+    pod: &core::Pod,
+    deletion: Option<&Deletion>,
+    terminate: bool,
+) {
     let admission = &pods.deps.admission;
+    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     if let Some(deletion) = deletion {
         admission.leaving(uid, deletion.grace);
     }
     if terminate {
-        admission.adopt(pod);
+        admission.adopt(counted);
         admission.leaving(uid, beelet_model::pod::grace_period(pod));
     }
 }

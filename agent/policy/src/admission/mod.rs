@@ -6,6 +6,7 @@
 //! lacks altogether is ignored in containers: something outside the node provides it. Must never consider
 //! usage, only requests.
 
+mod outline;
 #[allow(clippy::arithmetic_side_effects)] // counts and indices of its own search, not numbers from outside
 pub mod preemption;
 
@@ -23,6 +24,8 @@ use crate::{
     },
 };
 use beelet_units::field::FieldError;
+
+pub use self::outline::outline;
 
 /// A resource that the node lacks enough of. Millicores for cpu, bytes or counts for the rest.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]

@@ -282,6 +282,53 @@ async fn after_a_kill_running_pods_are_left_alone_until_the_api_server_answers()
     node.until_nothing_is_left(&pod).await;
 }
 
+/// Returns a pod that requests these CPUs.
+fn requesting(mut pod: Value, cpu: &str) -> Value {
+    pod["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": cpu}});
+    pod
+}
+
+#[tokio::test]
+async fn a_running_pod_holds_its_room_until_the_api_server_answers() {
+    let running = requesting(assigned(UID), "3");
+    let (mut node, source) = node_with(std::slice::from_ref(&running)).await;
+    let old = node.until_ready("api").await;
+    let is_refused = |pod: &View| pod.0.pod.status.as_ref().unwrap().reason.as_deref() == Some("OutOfcpu");
+    let record = node.path("state/pods.json");
+    let is_written = || match std::fs::read_to_string(&record) {
+        Ok(text) if text.contains(r#""cpu":"3""#) => Ok(()),
+        _ => Err("the record lacks the amounts"),
+    };
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, is_written).unwrap();
+    node.kill().await;
+    source.send_replace(unread());
+    node.apply(&requesting(pod("new"), "2"));
+    node.start().await;
+    let new = node.until_pod("new", "to be known", |_| true).await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("new"), "", "the pods of the API server hold the room");
+    assert_ne!(new.phase(), "Failed");
+    source.send_replace(desired(std::slice::from_ref(&running)));
+    node.until_pod("new", "to be refused", is_refused).await;
+    node.until_ready("api").await;
+    // A pod that is no longer wanted holds its room until its end.
+    node.remove("new");
+    node.kill().await;
+    source.send_replace(unread());
+    node.start().await;
+    node.until_relisted().await;
+    let stop = node.cri.on(Op::StopContainer).hold();
+    source.send_replace(desired(&[]));
+    stop.reached().await;
+    node.apply(&requesting(pod("next"), "2"));
+    node.until_pod("next", "to be known", |_| true).await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("next"), "");
+    stop.release();
+    node.until_nothing_is_left(&old).await;
+    node.until_ready("next").await;
+}
+
 #[tokio::test]
 async fn after_a_reboot_a_pod_that_waits_for_its_objects_makes_no_runtime_calls() {
     let (mut node, source) = node_with(&[assigned(UID)]).await;
