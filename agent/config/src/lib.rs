@@ -37,6 +37,7 @@ mod credential_providers;
 mod documents;
 mod error;
 mod fields;
+mod gates;
 mod kubelet;
 pub mod load;
 mod node;

@@ -63,7 +63,7 @@ impl Pinning {
 
 /// Reads all settings of pinning, and writes the values in effect back.
 pub(super) fn resolve(wire: &mut KubeletWire, partly: &mut Vec<Problem>) -> Result<Pinning, Problem> {
-    let gates = gates(wire.feature_gates.as_ref(), partly);
+    let gates = gates(wire.feature_gates.as_ref(), partly)?;
     Ok(Pinning {
         cpus: cpus(wire, gates)?,
         memory: memory(wire)?,
@@ -73,18 +73,20 @@ pub(super) fn resolve(wire: &mut KubeletWire, partly: &mut Vec<Problem>) -> Resu
     })
 }
 
-/// Reads the feature gates. A gate that the agent does not have is a warning: a kubelet's file may name any.
-fn gates(wire: Option<&BTreeMap<String, bool>>, partly: &mut Vec<Problem>) -> Gates {
+/// Reads the feature gates. A gate of the kubelet without an effect here is a warning.
+fn gates(wire: Option<&BTreeMap<String, bool>>, partly: &mut Vec<Problem>) -> Result<Gates, Problem> {
     let mut gates = Gates::default();
     for (name, enabled) in wire.into_iter().flatten() {
+        let field = || format!("featureGates.{name}");
+        let is_free = super::gates::check(name, *enabled).map_err(|error| Problem::new(field(), error))?;
         if GATES.contains(&name.as_str()) {
             gates.set(name, *enabled);
-        } else {
+        } else if is_free {
             let message = "has no effect: beelet does not have this gate";
-            partly.push(Problem::new(format!("featureGates.{name}"), message));
+            partly.push(Problem::new(field(), message));
         }
     }
-    gates
+    Ok(gates)
 }
 
 fn cpus(wire: &mut KubeletWire, gates: Gates) -> Result<CpuSettings, Problem> {
@@ -216,9 +218,11 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_that_is_unknown_is_a_warning() {
-        let (pinning, warnings) = read("featureGates: {Some: true}").unwrap();
-        assert_eq!((pinning.gates, warnings), (Gates::default(), vec!["featureGates.Some".to_owned()]));
+    fn a_gate_without_an_effect_is_a_warning_and_an_unknown_one_an_error() {
+        let (pinning, warnings) = read("featureGates: {KubeletPSI: true, PodsAPI: true}").unwrap();
+        assert_eq!((pinning.gates, warnings), (Gates::default(), vec!["featureGates.PodsAPI".to_owned()]));
+        let error = read("featureGates: {Some: true}").unwrap_err();
+        assert!(error.contains("featureGates.Some: unrecognized feature gate: Some"), "{error}");
     }
 
     #[test]

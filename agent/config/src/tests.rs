@@ -464,10 +464,11 @@ fn fields_without_an_effect_are_shown_as_they_were_written_or_as_the_kubelets_de
     let config = set("");
     assert_eq!(shown(&config, "syncFrequency"), "1m0s");
     assert_eq!(shown(&config, "featureGates"), serde_json::Value::Null);
-    let base = kubelet("featureGates: {A: true, B: true}\nsyncFrequency: 2m\nhttpCheckFrequency: 3s");
-    let drop_in = kubelet("featureGates: {B: false}\nhttpCheckFrequency: 1s");
+    let base =
+        kubelet("featureGates: {MemoryQoS: true, PodsAPI: true}\nsyncFrequency: 2m\nhttpCheckFrequency: 3s");
+    let drop_in = kubelet("featureGates: {PodsAPI: false}\nhttpCheckFrequency: 1s");
     let (config, _) = layered(&base, &[("10.conf", &drop_in)], &[]).unwrap();
-    assert_eq!(shown(&config, "featureGates"), serde_json::json!({ "A": true, "B": false }));
+    assert_eq!(shown(&config, "featureGates"), serde_json::json!({ "MemoryQoS": true, "PodsAPI": false }));
     assert_eq!(shown(&config, "httpCheckFrequency"), "1s");
     assert_eq!(shown(&config, "syncFrequency"), "2m");
 }
