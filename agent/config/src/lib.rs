@@ -279,7 +279,7 @@ pub struct Beelet {
     /// Folder in which device plugins and monitors expect the kubelet's `device-plugins`, `plugins_registry`
     /// and `pod-resources`.
     pub kubelet_dir: PathBuf,
-    /// Time that a pod waits for a missing device plugin.
+    /// Time that a pod waits for a missing device plugin; zero: the pod fails, as under the kubelet.
     pub device_plugin_wait: Duration,
     /// True to stop all pods when the agent stops.
     pub stop_pods_on_exit: bool,

@@ -169,7 +169,8 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         critical_static_pods: *wire.critical_static_pods.get_or_insert(false),
         cpu_weight_formula: *wire.cpu_weight_formula.get_or_insert_default(),
         kubelet_dir: folder("kubeletDir", &mut wire.kubelet_dir, "/var/lib/kubelet")?,
-        device_plugin_wait: duration(&mut wire.device_plugin_wait, crate::defaults::PLUGIN_WAIT),
+        // Zero is a value: no pod waits, as under the kubelet.
+        device_plugin_wait: wire.device_plugin_wait.get_or_insert(GoDuration(crate::defaults::PLUGIN_WAIT)).0,
         stop_pods_on_exit: *wire.stop_pods_on_exit.get_or_insert(false),
         preemption: *wire.preemption.get_or_insert_default(),
         container_gc: pressure::container_gc(wire)?,

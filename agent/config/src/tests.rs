@@ -230,6 +230,7 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("kubeletDir: /x").kubelet_dir, Path::new("/x"));
     assert_eq!(field("").kubelet_dir, Path::new("/var/lib/kubelet"));
     assert_eq!(field("devicePluginWait: 1m").device_plugin_wait, Duration::from_secs(60));
+    assert_eq!(field("devicePluginWait: 0s").device_plugin_wait, Duration::ZERO);
     assert_eq!(field("").device_plugin_wait, Duration::from_secs(300));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
     assert_eq!(field("preemption: minimal").preemption, preemption::Policy::Minimal);

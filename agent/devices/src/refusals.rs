@@ -93,7 +93,8 @@ impl Refusals {
             }
         };
         let overdue = self.shared.with_ledger(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
-        if may_pass && !overdue {
+        let waits = !self.shared.settings.plugin_wait.is_zero();
+        if may_pass && waits && !overdue {
             return self.wait(pod, uid, message);
         }
         let message = format!("Allocate failed due to {message}, which is unexpected");

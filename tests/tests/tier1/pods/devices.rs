@@ -441,20 +441,25 @@ async fn a_pod_that_ends_by_itself_frees_devices_for_a_refused_pod() {
 
 #[tokio::test]
 async fn a_pod_that_waited_too_long_for_its_plugin_runs_when_the_plugin_registers() {
-    let mut node = node(300, &[]).await;
-    let first = plugin(&node, &["--deaf"]);
-    until_capacity(&node, 2, 2).await;
-    node.apply(&pod_wanting("web", 1));
-    node.until_ready("web").await;
-    node.kill().await;
-    first.kill9();
-    node.cri.reboot();
-    node.settings.plugin_wait = Some(Duration::from_secs(1));
-    node.start().await;
-    until_socket(&node);
-    node.until_pod("web", "to be refused", failed).await;
-    let _late = plugin(&node, &[]);
-    node.until_ready("web").await;
+    // Without any wait the pod fails as under the kubelet.
+    for wait in [1, 0] {
+        let mut node = node(300, &[]).await;
+        let first = plugin(&node, &["--deaf"]);
+        until_capacity(&node, 2, 2).await;
+        node.apply(&pod_wanting("web", 1));
+        node.until_ready("web").await;
+        node.kill().await;
+        first.kill9();
+        node.cri.reboot();
+        node.settings.plugin_wait = Some(Duration::from_secs(wait));
+        node.start().await;
+        until_socket(&node);
+        let refused = node.until_pod("web", "to be refused", failed).await;
+        let reason = refused.0.pod.status.as_ref().unwrap().reason.clone();
+        assert_eq!(reason.as_deref(), Some("UnexpectedAdmissionError"));
+        let _late = plugin(&node, &[]);
+        node.until_ready("web").await;
+    }
 }
 
 #[tokio::test]
