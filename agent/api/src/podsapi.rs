@@ -95,25 +95,28 @@ impl Known {
         let changes = PodChanges::between(&before.pods, &after.pods);
         let (mut events, mut here) = (Vec::new(), Vec::new());
         for (_, entry) in changes.gone {
-            events.extend(deleted(entry));
+            events.extend(Some(entry).filter(|entry| is_shown(entry)).and_then(|entry| deleted(entry)));
         }
         for (name, entry) in changes.changed {
-            let kind = match before.pods.get(name) {
-                Some(old) if old.pod == entry.pod => continue,
-                Some(old) if uid(old) == uid(entry) => EventType::Modified,
-                // A different pod with the same name.
-                Some(old) => {
-                    events.extend(deleted(old));
-                    EventType::Added
-                }
-                None => EventType::Added,
-            };
-            here.extend(self.bytes(entry).map(|bytes| event(kind, bytes)));
+            let old = before.pods.get(name).filter(|old| is_shown(old));
+            let is_same = old.is_some_and(|old| uid(old) == uid(entry));
+            // A different pod with the same name, or the end of a deleted pod.
+            events.extend(old.filter(|_| !is_same || !is_shown(entry)).and_then(|old| deleted(old)));
+            if is_shown(entry) && old.is_none_or(|old| old.pod != entry.pod) {
+                let kind = if is_same { EventType::Modified } else { EventType::Added };
+                here.extend(self.bytes(entry).map(|bytes| event(kind, bytes)));
+            }
         }
         self.keep(after);
         events.append(&mut here);
         events
     }
+}
+
+/// Returns true until a deleted pod has released everything: like the kubelet (`OnPodRemoved`), the API does
+/// not wait for the API server's removal of the object.
+fn is_shown(entry: &PodEntry) -> bool {
+    !(entry.cleared && entry.pod.metadata.deletion_timestamp.is_some())
 }
 
 fn uid(entry: &PodEntry) -> &str {
@@ -179,7 +182,8 @@ impl Pods for Server {
 
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
         let table = self.table()?;
-        let pods = table.pods.values().filter_map(|entry| self.known.bytes(entry)).collect();
+        let shown = table.pods.values().filter(|entry| is_shown(entry));
+        let pods = shown.filter_map(|entry| self.known.bytes(entry)).collect();
         self.known.keep(&table);
         Ok(Response::new(ListPodsResponse { pods }))
     }
@@ -187,7 +191,7 @@ impl Pods for Server {
     async fn get_pod(&self, request: Request<GetPodRequest>) -> Result<Response<GetPodResponse>, Status> {
         let wanted = request.into_inner().pod_uid;
         let table = self.table()?;
-        let entry = table.pods.values().find(|entry| uid(entry) == wanted);
+        let entry = table.pods.values().find(|entry| uid(entry) == wanted && is_shown(entry));
         let missing = || Status::not_found(format!("pod with UID {wanted} not found"));
         let pod = entry.and_then(|entry| self.known.bytes(entry)).ok_or_else(missing)?;
         Ok(Response::new(GetPodResponse { pod }))
@@ -257,7 +261,25 @@ mod tests {
         assert!(text(&deleted, "pod-u2") && text(&deleted, "shop") && !text(&deleted, "Running"));
         assert!(text(&next(EventType::Modified).await, "Failed"));
         assert!(text(&next(EventType::Added).await, "pod-u3"));
+        // A deleted pod is gone once all of it has ended, before its object is.
+        let mut ending = table(&[("u1", "Failed"), ("u3", "Pending")]);
+        let deletion = |ending: &mut Arc<PodTable>, cleared: bool| {
+            let name = PodName { namespace: "shop".to_owned(), name: "pod-u3".to_owned() };
+            let entry = Arc::make_mut(Arc::make_mut(ending).pods.get_mut(&name).unwrap());
+            let since = serde_json::from_value("2026-01-01T00:00:00Z".into()).unwrap();
+            (entry.pod.metadata.deletion_timestamp, entry.cleared) = (since, cleared);
+        };
+        deletion(&mut ending, false);
+        out.send_replace(Arc::clone(&ending));
+        assert!(text(&next(EventType::Modified).await, "pod-u3"));
+        deletion(&mut ending, true);
+        out.send_replace(Arc::clone(&ending));
+        assert!(text(&next(EventType::Deleted).await, "pod-u3"));
+        let listed = server.list_pods(Request::new(ListPodsRequest {})).await.unwrap().into_inner();
+        assert_eq!(listed.pods.len(), 1);
+        out.send_replace(table(&[("u1", "Running")]));
+        assert!(text(&next(EventType::Modified).await, "pod-u1"));
         let known = server.known.0.lock().unwrap();
-        assert!(known.len() == 2 && !known.contains_key("u2"), "removed pods are dropped");
+        assert!(known.len() == 1 && !known.contains_key("u2"), "removed pods are dropped");
     }
 }
