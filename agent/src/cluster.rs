@@ -180,6 +180,7 @@ fn follow_pods(builder: Builder, config: &Config, shared: &Shared) -> Builder {
             requests: handles.requests,
             complete: handles.services.complete,
             events: handles.services.events,
+            statuses: handles.services.metrics.cluster.statuses,
             mirrors: handles.services.metrics.cluster.mirrors,
             state: handles.services.state,
             autonomy,

@@ -31,6 +31,7 @@ pub mod rotation;
 mod seal;
 pub mod serving;
 mod status;
+pub mod status_metrics;
 pub mod storage;
 #[cfg(test)]
 mod testing;
@@ -56,6 +57,8 @@ pub struct Metrics {
     pub serving: serving::Metrics,
     /// Requests to the API server.
     pub requests: requests::Metrics,
+    /// Writes of pods' statuses.
+    pub statuses: status_metrics::Metrics,
     /// Mirrors of static pods in the API server.
     pub mirrors: Gauge,
 }
@@ -69,6 +72,7 @@ impl Metrics {
         self.node.register(registry);
         self.serving.register(registry);
         self.requests.register(registry);
+        self.statuses.register(registry);
         let help = "Mirrors of this node's static pods in the API server";
         registry.register("kubelet_mirror_pods", help, self.mirrors.clone());
     }

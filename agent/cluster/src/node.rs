@@ -31,6 +31,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+mod startup;
+
+use self::startup::Startup;
 use crate::{
     backoff::{Backoff, jittered},
     client::{Client, Error, Event, Kind, Patch},
@@ -56,6 +59,7 @@ pub struct Metrics {
     writes: Counter,
     failures: Counter,
     written: Gauge<f64, AtomicU64>,
+    startup: Startup,
 }
 
 impl Metrics {
@@ -67,6 +71,7 @@ impl Metrics {
         registry.register("beelet_node_status_failures", help, self.failures.clone());
         let help = "Time of the last write of the Node's status, in seconds since 1970";
         registry.register("beelet_node_status_written_timestamp_seconds", help, self.written.clone());
+        self.startup.register(registry);
     }
 }
 
@@ -187,6 +192,7 @@ impl Keeper {
             Err(error) if error.is_not_found() && self.inputs.register => {}
             Err(error) => return Err(error),
         }
+        self.inputs.metrics.startup.attempt();
         let mut node = status::initial(&self.inputs.registration, &self.inputs.arch);
         let change = self.change(&NodeStatus::default());
         self.say_ready(&change);
@@ -194,6 +200,10 @@ impl Keeper {
         match self.client.create(NODES, &node.to_value()).await {
             Ok(made) => {
                 info!(node = self.inputs.registration.name, "registered the Node");
+                self.inputs.metrics.startup.registered();
+                if self.ready == Some(true) {
+                    self.inputs.metrics.startup.ready();
+                }
                 self.wrote();
                 read(&self.path, &made)
             }
@@ -343,6 +353,9 @@ impl Keeper {
             let word = if ready { "NodeReady" } else { "NodeNotReady" };
             let name = &self.inputs.registration.name;
             self.inputs.events.normal(Object::node(name), word, format!("Node {name} status is now: {word}"));
+        }
+        if ready {
+            self.inputs.metrics.startup.ready();
         }
         self.ready = Some(ready);
     }

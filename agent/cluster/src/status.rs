@@ -38,6 +38,7 @@ use crate::{
     backoff::Backoff,
     client::{Client, Error, Patch},
     presence::moment,
+    status_metrics::Metrics,
     url,
     watch::is_older,
 };
@@ -65,6 +66,7 @@ pub(crate) struct Writer {
     ends: bool,
     /// The newest table whose statuses the API server has completely.
     written: watch::Sender<Option<Arc<PodTable>>>,
+    metrics: Metrics,
 }
 
 /// State of one pod's writes.
@@ -76,6 +78,8 @@ struct Slot {
     settled: Option<(Value, Value)>,
     /// The object in the API server's last answer, possibly newer than the watched one.
     answered: Option<Arc<core::Pod>>,
+    /// Time of the first change that the API server lacks.
+    changed: Option<Instant>,
     /// The inputs for which no request was needed.
     idle: Option<(Arc<core::Pod>, Arc<PodEntry>)>,
     /// True if the pod was deleted or not found; the watch is going to report the deletion.
@@ -115,10 +119,23 @@ impl Writer {
         pods: watch::Receiver<Pods>,
         table: watch::Receiver<Arc<PodTable>>,
         written: watch::Sender<Option<Arc<PodTable>>>,
+        metrics: Metrics,
     ) -> Self {
         let (slots, away_pauses, looked) = (BTreeMap::new(), Backoff::default(), Arc::default());
         let (waits_for_return, ends) = (false, false);
-        Self { client, pods, table, slots, away: None, away_pauses, waits_for_return, looked, ends, written }
+        Self {
+            client,
+            pods,
+            table,
+            slots,
+            away: None,
+            away_pauses,
+            waits_for_return,
+            looked,
+            ends,
+            written,
+            metrics,
+        }
     }
 
     /// Writes statuses until `stop`, and then tries each unwritten status once.
@@ -253,7 +270,9 @@ impl Writer {
                 }
                 self.away_pauses.reset();
                 slot.pauses.reset();
-                slot.answered(job.what, &object);
+                if let Some(since) = slot.answered(job.what, &object) {
+                    self.metrics.written(since.elapsed());
+                }
             }
             Err(error) if error.is_not_found() => {
                 debug!(pod = %job.name, %error, "the pod no longer exists in the API server");
@@ -311,6 +330,7 @@ impl Slot {
         let (before, after) = (in_api.to_value(), merged.to_value());
         let settled = self.settled.as_ref().is_some_and(|(ours, theirs)| *ours == after && *theirs == before);
         let patch = api_status::patch(uid, &before, &after).filter(|_| !settled);
+        self.changed = patch.as_ref().map(|_| self.changed.unwrap_or_else(Instant::now));
         // The API server would refuse writes and deletions of an object that it is removing.
         let patience = match &patch {
             _ if api_status::vanishes(&newest) => Some(api_status::VANISHING),
@@ -338,8 +358,9 @@ impl Slot {
         None
     }
 
-    /// Records the API server's answer.
-    fn answered(&mut self, what: What, object: &Value) {
+    /// Records the API server's answer. Returns the time of the first change that a write has brought.
+    fn answered(&mut self, what: What, object: &Value) -> Option<Instant> {
+        let changed = self.changed.take().filter(|_| matches!(what, What::Write(_)));
         match what {
             What::Delete => self.gone = true,
             What::Write(write) => match core::Pod::from_value(object) {
@@ -353,6 +374,7 @@ impl Slot {
                 }
             },
         }
+        changed
     }
 }
 
@@ -422,7 +444,9 @@ mod tests {
             pod["metadata"]["resourceVersion"] = json!("6");
             pod["status"]["phase"] = json!("Running");
         });
-        slot.answered(what, &answer.object.to_value());
+        let changed = slot.changed.unwrap();
+        assert_eq!(slot.answered(what, &answer.object.to_value()), Some(changed));
+        assert_eq!(slot.changed, None);
         assert_eq!(patch(&mut slot, &pending, &running), None);
         assert_eq!(patch(&mut slot, &answer, &running), None);
         // Another client's change of the agent's fields is reverted.

@@ -23,6 +23,7 @@ use crate::{
     objects,
     presence::Presence,
     status::Writer,
+    status_metrics,
     watch::follow,
 };
 
@@ -46,6 +47,8 @@ pub struct Inputs {
     pub complete: Complete,
     /// Records events.
     pub events: Recorder,
+    /// Writes of pods' statuses.
+    pub statuses: status_metrics::Metrics,
     /// Number of mirrors.
     pub mirrors: Gauge,
     /// State folder with the cached objects.
@@ -107,7 +110,9 @@ impl Workload {
                     complete: inputs.complete.clone(),
                     count: inputs.mirrors,
                 };
-                let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone(), inputs.written);
+                let table = inputs.table.clone();
+                let writer =
+                    Writer::new(client.clone(), pods.clone(), table, inputs.written, inputs.statuses);
                 let following = async {
                     tokio::join!(
                         follow(&client, &collection, &mut sink),

@@ -26,7 +26,10 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::reference;
+use super::{
+    pull_metrics::{Check, PullMetrics},
+    reference,
+};
 
 /// Interval at which records of removed images are pruned.
 const PRUNE: Duration = Duration::from_secs(300);
@@ -60,12 +63,13 @@ pub struct Access {
     under_way: tokio::sync::Mutex<HashMap<String, usize>>,
     /// Serializes changes of the record files.
     changing: Arc<Mutex<()>>,
+    metrics: PullMetrics,
 }
 
 impl Access {
     /// Creates an `Access` whose files are in `image_manager` of the kubelet's folder.
     #[must_use]
-    pub fn new(kubelet_dir: &Path, verification: Verification) -> Self {
+    pub fn new(kubelet_dir: &Path, verification: Verification, metrics: PullMetrics) -> Self {
         let dir = kubelet_dir.join("image_manager");
         Self {
             pulling: dir.join("pulling"),
@@ -73,7 +77,12 @@ impl Access {
             verification,
             under_way: tokio::sync::Mutex::default(),
             changing: Arc::default(),
+            metrics,
         }
+    }
+
+    pub(super) fn metrics(&self) -> &PullMetrics {
+        &self.metrics
     }
 
     /// Returns true if a pod may use an image that is on the node, false if it must pull the image
@@ -85,34 +94,40 @@ impl Access {
         id: &str,
         of_pod: impl Future<Output = OfPod>,
     ) -> bool {
+        let check = self.check(image, id, of_pod).await;
+        self.metrics.checked(check);
+        matches!(check, Check::PolicyAllows | Check::RecordFound)
+    }
+
+    async fn check(&self, image: &str, id: &str, of_pod: impl Future<Output = OfPod>) -> Check {
         let repository = reference::repository(image);
         // Checked first: with this answer the record does not matter.
         if !self.verification.is_needed(repository, true) {
-            return true;
+            return Check::PolicyAllows;
         }
         let record = match self.record(id).await {
             Ok(record) => record,
             Err(error) => {
                 warn!(image, %error, "cannot read the pull record of an image; pulling the image again");
-                return false;
+                return Check::Error;
             }
         };
         let ours = record.is_some() || self.is_pulling(image).await;
         if !self.verification.is_needed(repository, ours) {
-            return true;
+            return Check::PolicyAllows;
         }
-        let Some(record) = record else { return false };
+        let Some(record) = record else { return Check::MustAuthenticate };
         if record.is_for_all(repository) {
-            return true;
+            return Check::RecordFound;
         }
         match record.verdict(repository, &of_pod.await) {
-            Verdict::Granted => true,
+            Verdict::Granted => Check::RecordFound,
             Verdict::GrantedBy(secret) => {
                 let credentials = Credentials { kubernetes_secrets: vec![secret], ..Default::default() };
                 self.record_pulled(image, id, credentials).await;
-                true
+                Check::RecordFound
             }
-            Verdict::MustPull => false,
+            Verdict::MustPull => Check::MustAuthenticate,
         }
     }
 
@@ -128,6 +143,7 @@ impl Access {
             blocking("recording that a pull begins", move || write(&file, "ImagePullIntent", body)).await?;
         }
         under_way.insert(image.to_owned(), count + 1);
+        self.count_records().await;
         Ok(())
     }
 
@@ -149,6 +165,15 @@ impl Access {
             }
             None => {}
         }
+        self.count_records().await;
+    }
+
+    /// Sets the gauges of the records on the disk.
+    async fn count_records(&self) {
+        let folders = [self.pulling.clone(), self.pulled.clone()];
+        let count = move || folders.map(|folder| records(&folder).count());
+        let [pulling, pulled] = blocking("counting the records of pulls", count).await;
+        self.metrics.recorded(pulling, pulled);
     }
 
     /// Records that an image was pulled with these credentials. Returns false if the record cannot be
@@ -231,7 +256,14 @@ impl Access {
             prune(&dir, &here, began);
         })
         .await;
+        self.count_records().await;
     }
+}
+
+/// Returns the records in a folder.
+fn records(dir: &Path) -> impl Iterator<Item = std::fs::DirEntry> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX))
 }
 
 fn has_files(dir: &Path) -> bool {
@@ -239,10 +271,7 @@ fn has_files(dir: &Path) -> bool {
 }
 
 fn prune(dir: &Path, here: &BTreeSet<String>, began: Timestamp) {
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
-            continue;
-        }
+    for entry in records(dir) {
         let file = ForeignFile::new(entry.path());
         let record = read(&file).ok().flatten();
         let gone = record
@@ -293,7 +322,7 @@ mod tests {
     const APP: &str = "registry.test/app:1";
 
     fn access(dir: &Path, policy: Policy) -> Access {
-        Access::new(dir, Verification { policy, allowlist: Vec::new() })
+        Access::new(dir, Verification { policy, allowlist: Vec::new() }, PullMetrics::default())
     }
 
     fn secret(hash: &str) -> PullSecret {

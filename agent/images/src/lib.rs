@@ -20,6 +20,7 @@ pub mod lease;
 mod metrics;
 pub mod providers;
 pub mod pull;
+mod pull_metrics;
 mod records;
 pub mod reference;
 mod usage;

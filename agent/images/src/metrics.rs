@@ -10,6 +10,8 @@ use prometheus_client::{
 
 use beelet_base::kubelet_counter::KubeletCounter;
 
+use super::pull_metrics::PullMetrics;
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ReasonLabel {
     reason: &'static str,
@@ -30,6 +32,8 @@ pub struct Metrics {
     bytes: Gauge,
     asked: Family<ProviderLabel, Histogram, fn() -> Histogram>,
     unanswered: Family<ProviderLabel, KubeletCounter>,
+    /// Metrics of pulls.
+    pub pulls: PullMetrics,
 }
 
 impl Default for Metrics {
@@ -42,6 +46,7 @@ impl Default for Metrics {
             bytes: Gauge::default(),
             asked: Family::new_with_constructor(asked as fn() -> Histogram),
             unanswered: Family::default(),
+            pulls: PullMetrics::default(),
         }
     }
 }
@@ -85,6 +90,7 @@ impl Metrics {
             "Credential provider calls that failed",
             self.unanswered.clone(),
         );
+        self.pulls.register(registry);
     }
 
     /// Records a call to a credential provider.

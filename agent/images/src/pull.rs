@@ -22,6 +22,7 @@ use super::access::Access;
 use super::credentials::{Credential, Keys, of_pod};
 use super::lease::{Lease, Leases};
 use super::providers::Asker;
+use super::pull_metrics::Request;
 use super::reference;
 use beelet_cri::{Error, Runtime};
 use beelet_model::pod::ImageUser;
@@ -191,6 +192,13 @@ impl Puller {
     /// # Errors
     /// The reason is for the pod's status, as users know it from the kubelet.
     pub async fn image(&self, wanted: &Wanted<'_>) -> Result<Image, PullError> {
+        let mut request = Request::default();
+        let found = self.find(wanted, &mut request).await;
+        self.access.metrics().requested(wanted.policy, request);
+        found
+    }
+
+    async fn find(&self, wanted: &Wanted<'_>, request: &mut Request) -> Result<Image, PullError> {
         let Wanted { image, policy, .. } = *wanted;
         if let Err(why) = reference::parse(image) {
             return Err(PullError::new("InvalidImageName", format!("the image name {image:?} {why}")));
@@ -198,8 +206,11 @@ impl Puller {
         let credentials = OnceCell::new();
         let mut freshness = Freshness::Always;
         if policy != "Always" {
-            match self.status(image).await? {
+            let here = self.status(image).await?;
+            request.is_here = Some(here.is_some());
+            match here {
                 Some(here) if self.is_granted(wanted, &here.id, &credentials).await? => {
+                    request.must_pull = Some(false);
                     (wanted.tell)(Progress::Here);
                     return Ok(here);
                 }
@@ -214,6 +225,7 @@ impl Puller {
                 None => freshness = Freshness::IfAbsent,
             }
         }
+        request.must_pull = Some(true);
         self.fetch(wanted, freshness, &credentials).await
     }
 

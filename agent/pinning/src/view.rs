@@ -65,19 +65,23 @@ impl Pinning {
         })
     }
 
-    /// Returns the kubelet's message for a pod that can't be resized while it runs: the amounts of a
+    /// Returns the kubelet's label and message for a pod that can't be resized while it runs: the amounts of a
     /// Guaranteed pod are pinned (KEP-5554 is not there yet).
     #[must_use]
-    pub fn refused_resize(&self, pod: &Pod) -> Option<&'static str> {
+    pub fn refused_resize(&self, pod: &Pod) -> Option<(&'static str, &'static str)> {
         let desk = self.0.as_ref()?;
         if !Needs::read(pod, desk.gates).is_ok_and(|needs| needs.guaranteed) {
             return None;
         }
         desk.with(|book| match (!book.pins.cpus.allocatable().is_empty(), book.pins.memory.is_static()) {
-            (true, _) => Some("Resize is infeasible for Guaranteed Pods alongside CPU Manager static policy"),
-            (_, true) => {
-                Some("Resize is infeasible for Guaranteed Pods alongside Memory Manager static policy")
-            }
+            (true, _) => Some((
+                "guaranteed_pod_cpu_manager_static_policy",
+                "Resize is infeasible for Guaranteed Pods alongside CPU Manager policy \"static\"",
+            )),
+            (_, true) => Some((
+                "guaranteed_pod_memory_manager_static_policy",
+                "Resize is infeasible for Guaranteed Pods alongside Memory Manager policy \"Static\"",
+            )),
             _ => None,
         })
     }

@@ -22,6 +22,7 @@ mod hosts;
 mod plan;
 mod pod_table_metrics;
 mod pod_users;
+mod resize_metrics;
 mod resource_claims;
 mod runtime_abilities;
 mod runtime_view;

@@ -9,7 +9,8 @@ use prometheus_client::{
 };
 
 use crate::{
-    pod_table_metrics::PodTableMetrics, start_counters::StartCounters, startup_latency::StartupLatency,
+    pod_table_metrics::PodTableMetrics, resize_metrics::ResizeMetrics, start_counters::StartCounters,
+    startup_latency::StartupLatency,
 };
 use beelet_model::table::PodTable;
 
@@ -105,8 +106,11 @@ pub struct Metrics {
     pub(crate) user_namespaced: (Counter, Counter),
     /// HTTPS hooks that were repeated by HTTP.
     pub downgraded_hooks: Counter,
+    /// `sleep` hooks that ended before their time.
+    pub(crate) shortened_sleeps: Counter,
     pub(crate) startup: StartupLatency,
     pub(crate) started: StartCounters,
+    pub(crate) resizes: ResizeMetrics,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
     pod_table: PodTableMetrics,
 }
@@ -123,8 +127,10 @@ impl Default for Metrics {
             state_write_errors: Counter::default(),
             user_namespaced: Default::default(),
             downgraded_hooks: Counter::default(),
+            shortened_sleeps: Counter::default(),
             startup: StartupLatency::default(),
             started: StartCounters::default(),
+            resizes: ResizeMetrics::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
             pod_table: PodTableMetrics::default(),
         }
@@ -189,8 +195,14 @@ impl Metrics {
             "HTTPS lifecycle hooks that were repeated by HTTP because the server answered by HTTP",
             self.downgraded_hooks.clone(),
         );
+        registry.register(
+            "kubelet_sleep_action_terminated_early",
+            "Pauses of lifecycle hooks (`sleep`) that ended before their time",
+            self.shortened_sleeps.clone(),
+        );
         self.startup.register(registry);
         self.started.register(registry);
+        self.resizes.register(registry);
         registry.register_collector(Box::new(self.pod_table.clone()));
     }
 

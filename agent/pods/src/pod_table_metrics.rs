@@ -13,6 +13,7 @@ use prometheus_client::{
 };
 
 use beelet_model::table::PodTable;
+use beelet_spec::resize;
 use beelet_volumes::{has_volumes, plugin_name};
 
 /// The pod table for the next scrape, shared by clones.
@@ -41,6 +42,11 @@ impl Collector for PodTableMetrics {
                 "Ephemeral containers in the specs of pods on the node",
                 counts.ephemeral,
             ),
+            (
+                "kubelet_pod_in_progress_resizes",
+                "Resizes whose amounts are being applied",
+                counts.in_progress,
+            ),
         ] {
             let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             ConstGauge::new(count).encode(metric)?;
@@ -50,6 +56,12 @@ impl Collector for PodTableMetrics {
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         for (state, count) in counts.containers {
             ConstGauge::new(count).encode(family.encode_family(&[("container_state", state)])?)?;
+        }
+        let help = "Resizes that wait, by reason: deferred or infeasible";
+        let mut family =
+            encoder.encode_descriptor("kubelet_pod_pending_resizes", help, None, MetricType::Gauge)?;
+        for (reason, count) in counts.pending {
+            ConstGauge::new(count).encode(family.encode_family(&[("reason", reason)])?)?;
         }
         let help = "Volumes of pods by plugin and state (desired_state_of_world, actual_state_of_world)";
         let name = "volume_manager_total_volumes";
@@ -66,6 +78,9 @@ impl Collector for PodTableMetrics {
 struct Counts {
     running_pods: i64,
     ephemeral: i64,
+    /// Resizes in progress, and waiting ones by reason.
+    in_progress: i64,
+    pending: [(&'static str, i64); 2],
     containers: [(&'static str, i64); 3],
     /// By plugin and state.
     volumes: BTreeMap<(&'static str, &'static str), i64>,
@@ -75,6 +90,7 @@ impl Counts {
     fn of(table: &PodTable) -> Self {
         let (mut running_pods, mut ephemeral) = (0, 0);
         let (mut running, mut waiting, mut exited) = (0, 0, 0);
+        let (mut in_progress, mut deferred, mut infeasible) = (0, 0, 0);
         let mut volumes = BTreeMap::new();
         for entry in table.pods.values() {
             if let Some(status) = &entry.pod.status {
@@ -84,6 +100,12 @@ impl Counts {
                     waiting += i64::from(state.waiting.is_some());
                     exited += i64::from(state.terminated.is_some());
                 }
+            }
+            in_progress += i64::from(resize::is_in_progress(&entry.pod));
+            match resize::pending_reason(&entry.pod) {
+                Some("Deferred") => deferred += 1,
+                Some("Infeasible") => infeasible += 1,
+                _ => {}
             }
             let Some(spec) = &entry.pod.spec else { continue };
             let debuggers = spec.ephemeral_containers.as_ref().map_or(0, Vec::len);
@@ -97,7 +119,8 @@ impl Counts {
             }
         }
         let containers = [("running", running), ("waiting", waiting), ("exited", exited)];
-        Self { running_pods, ephemeral, containers, volumes }
+        let pending = [("deferred", deferred), ("infeasible", infeasible)];
+        Self { running_pods, ephemeral, in_progress, pending, containers, volumes }
     }
 }
 
@@ -115,7 +138,11 @@ mod tests {
             let pod = serde_json::from_value(json!({
                 "metadata": {"name": name, "namespace": "shop", "uid": name},
                 "spec": {"containers": [], "volumes": [{"name": "v", "emptyDir": {}}]},
-                "status": {"phase": phase, "conditions": [{"type": "PodReadyToStartContainers", "status": sandbox}]},
+                "status": {"phase": phase, "conditions": [
+                    {"type": "PodReadyToStartContainers", "status": sandbox},
+                    {"type": "PodResizePending", "status": "True", "reason": "Deferred"},
+                    {"type": "PodResizeInProgress", "status": "True"},
+                ]},
             }));
             let pod: k8s_openapi::api::core::v1::Pod = pod.unwrap();
             (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
@@ -132,6 +159,9 @@ mod tests {
         for line in [
             "kubelet_running_pods 1".to_owned(),
             "kubelet_running_containers{container_state=\"waiting\"} 0".to_owned(),
+            "kubelet_pod_pending_resizes{reason=\"deferred\"} 3".to_owned(),
+            "kubelet_pod_pending_resizes{reason=\"infeasible\"} 0".to_owned(),
+            "kubelet_pod_in_progress_resizes 3".to_owned(),
             format!("volume_manager_total_volumes{{{plugin},state=\"actual_state_of_world\"}} 1"),
             format!("volume_manager_total_volumes{{{plugin},state=\"desired_state_of_world\"}} 2"),
         ] {

@@ -120,6 +120,14 @@ pub fn is_in_progress(pod: &Pod) -> bool {
     conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
 }
 
+/// Returns the reason for which a pod's resize waits, if it does.
+#[must_use]
+pub fn pending_reason(pod: &Pod) -> Option<&str> {
+    let mut conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let pending = conditions.find(|condition| condition.type_ == PENDING && condition.status == "True");
+    pending?.reason.as_deref()
+}
+
 /// Records the amounts in force: of the pod as a whole by its `uid`, of containers by the runtime's
 /// identifiers.
 pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {

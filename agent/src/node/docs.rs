@@ -33,6 +33,12 @@ every container once, regardless of the number of pages scraped at the same mome
 the text format for other clients.
 
 A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, even if the table omits that.
+
+These families of a kubelet 1.36 have no meaning here, and are absent: `kubelet_pleg_discard_events` and `kubelet_evented_pleg_*` (the
+relist drops no event, and the runtime's events are hints only), `kubelet_pleg_pod_relist_duration_seconds` (one list is for all
+pods), `kubelet_imagemanager_inmemory_*_usage_percent` (the records of pulls have no cache), `kubelet_metrics_provider` (no cAdvisor),
+`kubelet_podcertificate_states` (no Pod Certificates), `kubelet_started_host_process_containers_*` (Windows). The retries of
+`kubelet_pod_deferred_accepted_resizes` have one trigger, `room_released`.
 ";
 
 const SUMMARY: &str = "
@@ -64,6 +70,12 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_credential_provider_plugin_duration", "histogram"),
     ("kubelet_http_inflight_requests", "gauge"),
     ("kubelet_node_name", "gauge"),
+    ("kubelet_node_startup_duration_seconds", "gauge"),
+    ("kubelet_node_startup_post_registration_duration_seconds", "gauge"),
+    ("kubelet_node_startup_pre_kubelet_duration_seconds", "gauge"),
+    ("kubelet_node_startup_pre_registration_duration_seconds", "gauge"),
+    ("kubelet_node_startup_registration_duration_seconds", "gauge"),
+    ("kubelet_pod_resize_duration_milliseconds", "histogram"),
     ("kubelet_running_containers", "gauge"),
     ("kubelet_run_podsandbox_duration_seconds", "histogram"),
     ("kubelet_image_pull_duration_seconds", "histogram"),

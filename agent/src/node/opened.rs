@@ -137,7 +137,8 @@ async fn puller(services: &Services) -> Result<Puller> {
         per_second: config.registry_pull_qps.into(),
         burst: config.registry_burst,
     };
-    let access = Access::new(&config.beelet.kubelet_dir, config.image_verification.clone());
+    let pulls = services.metrics.images.pulls.clone();
+    let access = Access::new(&config.beelet.kubelet_dir, config.image_verification.clone(), pulls);
     Ok(Puller::new(services.runtime.clone(), limits, keys, Arc::new(access)))
 }
 

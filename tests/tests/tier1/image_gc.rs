@@ -459,7 +459,7 @@ async fn in_ten_thousand_starts_no_image_is_removed_before_its_container_exists(
     // The removals are not throttled: only their order is as on a real node.
     let unlimited = Limits { parallel: None, per_second: 0.0, burst: 1 };
     let records = tempfile::tempdir().unwrap();
-    let access = Arc::new(Access::new(records.path(), Verification::default()));
+    let access = Arc::new(Access::new(records.path(), Verification::default(), Metrics::default().pulls));
     let puller = Arc::new(Puller::new(node.runtime.clone(), unlimited, Keys::default(), access));
     let workers: Vec<_> = (0..WORKERS)
         .map(|worker| {

@@ -29,7 +29,7 @@ pub(super) fn follow_assigned(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod
                 pods.deps.admission.leaving(uid, deletion.grace);
             }
         }
-        None => resizing::update(managed, wanted),
+        None => resizing::update(managed, wanted, &pods.deps.reports.metrics.resizes),
     }
     let ended = wanted.status.as_ref().filter(|status| has_ended(Some(status)));
     if let Some(status) = ended.filter(|_| managed.record.failure.is_none() && !managed.is_over()) {

@@ -50,6 +50,8 @@ pub(super) struct Managed {
     pub(super) assigned: Option<Arc<core::Pod>>,
     /// State of a resize of the pod.
     pub(super) resize: ResizeFacts,
+    /// Time since which accepted amounts are being applied.
+    pub(super) enacting: Option<Instant>,
     /// Resize that the pod waits for.
     pub(super) wanted: Option<WantedAmounts>,
     /// Number of restores of the pod's manifest before the pod's start.

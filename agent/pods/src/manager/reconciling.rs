@@ -213,6 +213,7 @@ impl Manager {
             deletion,
             assigned,
             resize: ResizeFacts::default(),
+            enacting: None,
             wanted: None,
             manifest_restores: manifest_restores(&self.desired.borrow(), &uid),
             asked_grace: None,
@@ -288,10 +289,10 @@ fn keep_or_terminate(pods: &mut Pods, uid: &str, wanted: Option<&Arc<core::Pod>>
                 managed.pod = pod;
             } else if resize::same_amounts(&pod, &managed.pod) {
                 // Only the probes have changed.
-                resizing::update(managed, &pod);
+                resizing::update(managed, &pod, &pods.deps.reports.metrics.resizes);
             } else {
                 resizing::update_probes(managed, &pod);
-                resizing::want(managed, pod);
+                resizing::want(managed, pod, &pods.deps.reports.metrics.resizes);
             }
             pods.publish(uid);
         }

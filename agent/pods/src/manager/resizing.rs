@@ -11,16 +11,19 @@ use super::{
     managed::{Managed, WantedAmounts},
     pods::Pods,
 };
-use crate::deps::Deps;
+use crate::{deps::Deps, resize_metrics::ResizeMetrics};
 use beelet_model::{pod::container_of, status::runtime_id};
 use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn};
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
 /// Records a resize request. Admission decides on the request when the pod has its turn.
-pub(super) fn want(managed: &mut Managed, pod: Arc<core::Pod>) {
+pub(super) fn want(managed: &mut Managed, pod: Arc<core::Pod>, metrics: &ResizeMetrics) {
     let same = managed.wanted.as_ref().filter(|known| resize::same_amounts(&known.pod, &pod));
     let since = same.map_or_else(Instant::now, |known| known.since);
+    if same.is_none() {
+        metrics.requested(managed.wanted.as_ref().map_or(&managed.pod, |known| &known.pod), &pod);
+    }
     managed.wanted = Some(WantedAmounts { pod, since });
 }
 
@@ -41,31 +44,55 @@ fn turn(managed: &Managed) -> Option<Turn<Instant>> {
 /// force once the cgroups have them. Returns true if the pod's status has changed.
 fn try_resize(managed: &mut Managed, deps: &Deps) -> bool {
     let Some(WantedAmounts { pod, since }) = managed.wanted.take() else { return false };
-    let (admission, events) = (&deps.admission, &deps.reports.events);
-    let refused = if resize_changes_swap(&managed.pod, &pod, &deps.node.cgroup_config) {
-        Some(("Infeasible", "In-place resize of containers with swap is not supported.".to_owned()))
-    } else if let Some(message) = deps.pinning.refused_resize(&managed.pod) {
-        Some(("Infeasible", message.to_owned()))
-    } else {
-        let refused = admission.resize(&pod, &managed.pod).err();
-        refused.map(|why| (if why.infeasible { "Infeasible" } else { "Deferred" }, why.message))
-    };
-    if let Some((reason, message)) = refused {
+    let (events, metrics) = (&deps.reports.events, &deps.reports.metrics.resizes);
+    if let Some(Refused { reason, detail, message }) = refused(managed, &pod, deps) {
         // The resize is retried whenever a pod releases resources.
         let before = managed.resize.pending.replace(Pending { reason, message: message.clone() });
         if before.as_ref().is_none_or(|before| before.reason != reason) {
+            detail.into_iter().for_each(|detail| metrics.infeasible(detail));
             let message = format!("{message}; the pod keeps its current cpu and memory");
             events.warning(Object::pod(&managed.pod), &format!("Resize{reason}"), &message);
         }
         managed.wanted = Some(WantedAmounts { pod, since });
         return before != managed.resize.pending;
     }
+    if managed.resize.pending.as_ref().is_some_and(|pending| pending.reason == "Deferred") {
+        metrics.accepted_later();
+    }
     managed.resize = ResizeFacts::default();
+    managed.enacting = Some(Instant::now());
     events.normal(Object::pod(&pod), "Resized", "Resizing the pod's cpu or memory in place");
     info!(pod = %managed.name, "resizing pod's cpu and memory in place");
     managed.control.send_modify(|c| c.updated = Some(Arc::clone(&pod)));
     managed.pod = pod;
     true
+}
+
+/// Refusal of a resize.
+struct Refused {
+    /// Reason of the condition.
+    reason: &'static str,
+    /// The kubelet's label of an impossible resize.
+    detail: Option<&'static str>,
+    message: String,
+}
+
+/// Requests the amounts of `pod` from admission.
+fn refused(managed: &Managed, pod: &Arc<core::Pod>, deps: &Deps) -> Option<Refused> {
+    let infeasible =
+        |detail, message: String| Some(Refused { reason: "Infeasible", detail: Some(detail), message });
+    if resize_changes_swap(&managed.pod, pod, &deps.node.cgroup_config) {
+        let message = "In-place resize of containers with swap is not supported.";
+        return infeasible("swap_limitation", message.to_owned());
+    }
+    if let Some((detail, message)) = deps.pinning.refused_resize(&managed.pod) {
+        return infeasible(detail, message.to_owned());
+    }
+    let why = deps.admission.resize(pod, &managed.pod).err()?;
+    if why.infeasible {
+        return infeasible("insufficient_node_allocatable", why.message);
+    }
+    Some(Refused { reason: "Deferred", detail: None, message: why.message })
 }
 
 /// Replaces the probes of a running pod, and nothing else.
@@ -111,12 +138,12 @@ fn keep_started(managed: &mut Managed, new: &core::Pod) {
 }
 
 /// Updates a running pod. The pod keeps its amounts until its turn for the resize.
-pub(super) fn update(managed: &mut Managed, wanted: &Arc<core::Pod>) {
+pub(super) fn update(managed: &mut Managed, wanted: &Arc<core::Pod>, metrics: &ResizeMetrics) {
     if resize::same_amounts(wanted, &managed.pod) {
         want_nothing(managed);
         replace(managed, Arc::clone(wanted));
     } else {
-        want(managed, Arc::clone(wanted));
+        want(managed, Arc::clone(wanted), metrics);
         replace(managed, with_amounts_of(wanted, &managed.pod));
     }
 }
@@ -157,7 +184,7 @@ pub(super) fn try_resizes(pods: &mut Pods) {
 pub(super) fn ask_for_amounts(pods: &mut Pods, uid: &str, wanted: &Arc<core::Pod>) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
     if !managed.terminating() && !resize::same_amounts(wanted, &managed.pod) {
-        update(managed, wanted);
+        update(managed, wanted, &pods.deps.reports.metrics.resizes);
     }
 }
 
@@ -168,6 +195,12 @@ pub(super) fn on_enacted(
     amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
 ) {
     let Some(managed) = pods.by_uid.get_mut(uid) else { return };
+    if amounts.is_ok() || managed.resize.error.is_none() {
+        // The amounts of an earlier agent's resize have no beginning here.
+        let since = if amounts.is_ok() { managed.enacting.take() } else { managed.enacting };
+        let metrics = &pods.deps.reports.metrics.resizes;
+        since.into_iter().for_each(|since| metrics.enacted(since.elapsed(), amounts.is_ok()));
+    }
     match amounts {
         Ok(enacted) => {
             managed.resize.error = None;

@@ -222,7 +222,12 @@ impl Stops {
         subject: hooks::Subject<'_>,
         within: Option<Duration>,
     ) -> Result<(), String> {
-        if let Some(downgraded) = hooks::run(&self.services.runtime, handler, subject, within).await? {
+        let result = hooks::run(&self.services.runtime, handler, subject, within).await;
+        // A pause can fail only by its timeout.
+        if result.is_err() && handler.exec.is_none() && handler.sleep.is_some() {
+            self.services.reports.metrics.shortened_sleeps.inc();
+        }
+        if let Some(downgraded) = result? {
             self.services.reports.metrics.downgraded_hooks.inc();
             let pod = Object::pod(&plan.pod);
             self.services.reports.events.warning(pod, "LifecycleHTTPFallback", downgraded.to_string());

@@ -6,10 +6,11 @@
 
 use std::cmp::Reverse;
 
-use k8s_openapi::api::core::v1::Pod;
+use beelet_units::quantity::Quantity;
+use k8s_openapi::api::core::v1::{Container, Pod};
 
 use crate::resources::{
-    PodDemand, ResourceList,
+    CPU, MEMORY, PodDemand, ResourceList,
     critical::priority,
     qos::{QosClass, qos_class},
 };
@@ -44,6 +45,59 @@ pub fn grows(before: &Pod, wanted: &Pod) -> bool {
     wanted.requests().iter().any(|(name, amount)| amount > had.amount(name))
 }
 
+/// A change of one amount of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// `cpu` or `memory`.
+    pub resource: &'static str,
+    /// `requests` or `limits`.
+    pub requirement: &'static str,
+    /// `add`, `remove`, `increase` or `decrease`.
+    pub operation: &'static str,
+}
+
+/// Returns the changes of the containers' amounts from `before` to `wanted`, as the kubelet counts them
+/// (`recordContainerResizeOperations`). Invalid amounts count as absent.
+#[must_use]
+pub fn changes(before: &Pod, wanted: &Pod) -> Vec<Change> {
+    let mut changes = Vec::new();
+    for old in containers(before) {
+        let Some(new) = containers(wanted).find(|new| new.name == old.name) else { continue };
+        for resource in [MEMORY, CPU] {
+            for requirement in ["requests", "limits"] {
+                let amount = |container: &Container| amount(container, resource, requirement);
+                if let Some(operation) = operation(amount(old), amount(new)) {
+                    changes.push(Change { resource, requirement, operation });
+                }
+            }
+        }
+    }
+    changes
+}
+
+fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
+    pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+}
+
+fn amount(container: &Container, resource: &str, requirement: &str) -> Quantity {
+    let list = container.resources.as_ref().and_then(|resources| match requirement {
+        "requests" => resources.requests.as_ref(),
+        _ => resources.limits.as_ref(),
+    });
+    let amount = list.and_then(|list| Quantity::parse(&list.get(resource)?.0).ok());
+    amount.unwrap_or(Quantity::ZERO)
+}
+
+fn operation(old: Quantity, new: Quantity) -> Option<&'static str> {
+    match (old.is_zero(), new.is_zero()) {
+        (true, false) => Some("add"),
+        (false, true) => Some("remove"),
+        _ if new > old => Some("increase"),
+        _ if new < old => Some("decrease"),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
@@ -71,6 +125,28 @@ mod tests {
         check(("1", "1Gi"), ("500m", "1Gi"), false);
         check(("1", "1Gi"), ("500m", "1025Mi"), true);
         check(("1", "1Gi"), ("1001m", "1Mi"), true);
+    }
+
+    #[test]
+    fn each_changed_amount_is_one_change() {
+        let of = |resources: Value| -> Pod {
+            let containers = json!([{"name": "a", "resources": resources}, {"name": "b"}]);
+            serde_json::from_value(json!({"metadata": {}, "spec": {"containers": containers}})).unwrap()
+        };
+        let old = of(json!({"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}));
+        let new = of(
+            json!({"requests": {"cpu": "500m", "memory": "1024Mi"}, "limits": {"cpu": "2", "memory": "2Gi"}}),
+        );
+        let named = |before: &Pod, wanted: &Pod| -> Vec<String> {
+            let changes = changes(before, wanted).into_iter();
+            changes.map(|c| format!("{} {} {}", c.operation, c.resource, c.requirement)).collect()
+        };
+        assert_eq!(named(&old, &new), ["increase memory limits", "decrease cpu requests", "add cpu limits"]);
+        assert_eq!(
+            named(&new, &old),
+            ["decrease memory limits", "increase cpu requests", "remove cpu limits"]
+        );
+        assert_eq!(named(&new, &new), <[String; 0]>::default());
     }
 
     #[test]

@@ -237,7 +237,7 @@ async fn a_pinned_pod_is_not_resized_while_it_runs() {
     let node = Node::with_settings(settings(static_cpus), &[guaranteed("fast", "1")]).await;
     let fast = node.until_ready("fast").await;
     node.apply(&guaranteed("fast", "2"));
-    let message = "Resize is infeasible for Guaranteed Pods alongside CPU Manager static policy";
+    let message = "Resize is infeasible for Guaranteed Pods alongside CPU Manager policy \"static\"";
     let is_refused = |pod: &View| {
         let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
         conditions.into_iter().any(|one| one.message.as_deref() == Some(message))
