@@ -403,3 +403,29 @@ fn pinning_refusals_name_who_could_not_agree_and_what_is_free() {
          free: node 0 1 CPUs, 512Mi hugepages-2Mi, 6656Mi memory; node 1 2 CPUs, 512Mi hugepages-2Mi, 7680Mi memory"
     );
 }
+
+#[test]
+fn pinning_keeps_a_pod_whose_pod_level_entry_is_empty() {
+    let setup = Setup {
+        sockets: 1,
+        nodes: 2,
+        cores: 4,
+        threads: 1,
+        adjacent: true,
+        options: 0,
+        topology: 0,
+        scope: 0,
+        pod_level: true,
+    };
+    let mut old = setup.start(None).unwrap();
+    let spec = Spec { inits: Vec::new(), apps: vec![(1, 1)], of_pod: None, huge: false };
+    let needs = Needs::read(&spec.pod(0), setup.gates()).unwrap();
+    assert!(admit(&mut old, &needs));
+    let mut state = old.memory.state().clone();
+    state.pods.insert(needs.uid.clone(), Vec::new());
+    let mut new = setup.pins().unwrap();
+    let lost = memory::restart::recover(&mut new.memory, &state.write("Static", true)).unwrap();
+    assert_eq!(lost, <[String; 0]>::default());
+    assert_eq!(new.memory.state().containers, old.memory.state().containers);
+    assert_eq!(new.memory.state().ledger, old.memory.state().ledger);
+}
