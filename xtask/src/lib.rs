@@ -8,6 +8,8 @@
 
 pub mod build_ebpf;
 pub mod cross;
+mod deny;
+mod docs;
 mod fuzz;
 mod lab;
 pub mod package;
@@ -21,6 +23,7 @@ mod simulate;
 mod skips;
 pub mod test;
 mod tidy;
+mod tools;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -36,6 +39,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     BuildEbpf(build_ebpf::Args),
+    Deny(deny::Args),
+    Docs(docs::Args),
     Fuzz(fuzz::Args),
     Package(package::Args),
     Setup(setup::Args),
@@ -50,6 +55,8 @@ enum Command {
 pub fn main() -> ExitCode {
     shell::finish(match Cli::parse().command {
         Command::BuildEbpf(args) => build_ebpf::run(&args),
+        Command::Deny(args) => deny::run(&args),
+        Command::Docs(args) => docs::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Package(args) => package::run(&args),
         Command::Setup(args) => setup::run(&args),

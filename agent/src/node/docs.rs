@@ -196,7 +196,8 @@ fn table(text: &mut String, title: &str, registry: &Registry, wanted: impl Fn(&s
     let known = kinds(registry);
     let _ = writeln!(text, "\n## {title}\n\n| name | kind | meaning |\n| --- | --- | --- |");
     for (name, help) in families(registry).into_iter().filter(|(name, _)| wanted(name)) {
-        let _ = writeln!(text, "| `{name}` | {} | {help} |", kind(&name, &known));
+        // `<` would begin a tag of HTML.
+        let _ = writeln!(text, "| `{name}` | {} | {} |", kind(&name, &known), help.replace('<', "\\<"));
     }
 }
 

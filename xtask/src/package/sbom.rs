@@ -1,28 +1,18 @@
 //! The list of the binary's components (CycloneDX, JSON), made by cargo-cyclonedx.
 
 use super::version;
-use crate::{progress::Step, shell};
+use crate::{shell, tools};
 use anyhow::{Context as _, Result};
 use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The version of cargo-cyclonedx, whose output was reviewed.
-const TOOL: &str = "0.5.9";
 /// The name of the tool's output file, next to agent/Cargo.toml.
 const NAME: &str = "beelet.sbom";
 
 /// Makes the list in the folder `out`.
 pub(super) fn build(out: &Path) -> Result<PathBuf> {
-    let root = workdir::target_dir().join("tools").join(format!("cargo-cyclonedx-{TOOL}"));
-    let tool = root.join("bin/cargo-cyclonedx");
-    if !tool.exists() {
-        let step = Step::start(format!("cargo-cyclonedx {TOOL}, once"));
-        let mut install = shell::cargo();
-        install.args(["install", "--quiet", "--locked", "cargo-cyclonedx", "--version", TOOL, "--root"]);
-        shell::run(install.arg(&root))?;
-        step.done("installed");
-    }
+    let tool = tools::CYCLONEDX.ensure()?;
     let manifest = workdir::repository().join("agent/Cargo.toml");
     let mut command = Command::new(&tool);
     command.args([
