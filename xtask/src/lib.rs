@@ -15,6 +15,7 @@ mod lab;
 pub mod package;
 pub mod progress;
 pub mod qemu;
+mod release;
 pub mod rootfs;
 pub mod setup;
 pub mod setup_ebpf;
@@ -43,6 +44,7 @@ enum Command {
     Docs(docs::Args),
     Fuzz(fuzz::Args),
     Package(package::Args),
+    Release(release::Args),
     Setup(setup::Args),
     Simulate(simulate::Args),
     Test(test::Args),
@@ -59,6 +61,7 @@ pub fn main() -> ExitCode {
         Command::Docs(args) => docs::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Package(args) => package::run(&args),
+        Command::Release(args) => release::run(&args),
         Command::Setup(args) => setup::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Test(args) => test::run(&args),

