@@ -1,3 +1,4 @@
+mod page;
 mod v1beta1;
 
 use std::io::Write;

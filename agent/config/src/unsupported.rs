@@ -16,6 +16,12 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
     GROUPS.iter().flat_map(|group| group.fields.iter().copied())
 }
 
+/// Returns the fields without an effect, grouped by their reason, for docs/configuration.md.
+#[cfg(test)]
+pub(super) fn groups() -> impl Iterator<Item = (&'static [&'static str], &'static str)> {
+    GROUPS.iter().map(|group| (group.fields, group.reason))
+}
+
 /// Returns the kubelet's defaults of these fields (`SetDefaults_KubeletConfiguration`), for `/configz`.
 pub(super) fn defaults() -> Map<String, Value> {
     let defaults = json!({
