@@ -8,10 +8,15 @@ use crate::{kubelet, node::preflight, observe, run};
 
 #[cfg(test)]
 mod packaging;
+#[cfg(test)]
+mod reference;
+
+/// The version, with the commit if it is known.
+const VERSION: &str = env!("BEELET_VERSION");
 
 /// A node agent that runs the pods of a machine and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
-#[command(name = "beelet", version = env!("BEELET_VERSION"), propagate_version = true, max_term_width = 110)]
+#[command(name = "beelet", version = VERSION, propagate_version = true, max_term_width = 110)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -23,6 +28,8 @@ enum Command {
     Run(run::RunArgs),
     /// Measure the pods of a kubelet, or of any CRI runtime, without changing anything.
     Observe(observe::ObserveArgs),
+    /// Print the version.
+    Version,
     #[command(flatten)]
     Other(beelet_cli::Command),
 }
@@ -40,6 +47,10 @@ pub fn main() -> ExitCode {
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),
+        Command::Version => {
+            println!("beelet {VERSION}");
+            ExitCode::SUCCESS
+        }
         Command::Other(command) => beelet_cli::run(command, Cli::command(), preflight::refusals),
     }
 }
@@ -63,7 +74,7 @@ mod tests {
         check("beelet get \u{1b}[2J", None);
         check("beelet nonsense web", None);
         // The fault is a different word.
-        check("beelet get pod web -o name", None);
+        check("beelet get pod web -o nonsense", None);
         let tip = |line: &str| {
             let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));
             let error = Cli::try_parse_from(&arguments).unwrap_err();

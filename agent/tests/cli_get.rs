@@ -121,6 +121,34 @@ fn json_and_yaml_are_pod_lists() {
 }
 
 #[test]
+fn one_named_pod_is_the_object_itself() {
+    let api = start();
+    let json: serde_json::Value = serde_json::from_str(&api.text(&["web", "-o", "json"])).unwrap();
+    assert_eq!((&json["kind"], &json["metadata"]["name"]), (&"Pod".into(), &"web-node".into()));
+    assert_eq!(api.text(&["web", "-o", "jsonpath={.status.podIP}"]), "10.0.0.7");
+    let json: serde_json::Value = serde_json::from_str(&api.text(&["web", "job", "-o", "json"])).unwrap();
+    assert_eq!(json["kind"], "PodList");
+}
+
+#[test]
+fn kubectls_options_choose_the_lines_and_their_order() {
+    let api = start();
+    let sorted = ["--sort-by", ".metadata.name", "-o", "name"];
+    assert_eq!(api.text(&sorted), "pod/dns-node\npod/job-node\npod/web-node\n");
+    assert_eq!(
+        api.text(&["-n", "default", "--no-headers", "--show-labels", "--sort-by={.status.phase}"]),
+        "\
+default   job-node   0/1   Pending   0   <unknown>   <none>
+default   web-node   1/1   Running   0   <unknown>   <none>
+"
+    );
+    assert_eq!(
+        api.text(&["job", "-o", "custom-columns=NAME:.metadata.name,NODE:.spec.nodeName"]),
+        "NAME       NODE\njob-node   node\n"
+    );
+}
+
+#[test]
 fn a_missing_pod_is_an_error_and_an_empty_list_a_message() {
     let api = start();
     let output = api.get(&["nosuch"]).assert().failure().code(1).get_output().clone();

@@ -151,14 +151,21 @@ async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied
         }
     };
     let waited = until::wait(client, &targets, &wanted, Some(time), met).await?;
-    for reason in waited.reasons(client).await? {
+    let reasons = waited.reasons(client).await?;
+    let is_calm = |reason: &&until::Reason| args.wait.is_none() && !waited.is_settled && !reason.has_cause;
+    for reason in reasons.iter().filter(|reason| !is_calm(reason)) {
         let how = match &args.wait {
             None if waited.is_settled => String::new(),
             None => format!("not ready after {} s: ", GLANCE.as_secs()),
             Some(_) if waited.is_settled => format!("will not be {wanted}: "),
             Some(_) => format!("not {wanted} within {} s: ", time.as_secs()),
         };
-        eprintln!("{how}{}", plain::line(&reason));
+        eprintln!("{how}{}", plain::line(&reason.text));
+    }
+    match reasons.iter().filter(is_calm).count() {
+        0 => {}
+        1 => eprintln!("1 pod is starting; --wait waits until it is ready"),
+        count => eprintln!("{count} pods are starting; --wait waits until they are ready"),
     }
     Ok(args.wait.is_none() || waited.missed.is_empty())
 }

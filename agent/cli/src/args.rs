@@ -2,13 +2,11 @@
 
 use std::{convert::Infallible, ffi::OsString, path::PathBuf};
 
-use anyhow::Context as _;
 use beelet_proto::beelet as proto;
 use clap::{
     Args, ValueEnum,
     error::{ContextKind, ContextValue, ErrorKind},
 };
-use serde_json::Value;
 
 use crate::{SOCKET, complete};
 
@@ -149,28 +147,6 @@ pub(crate) enum Output {
     Table,
     /// JSON: one document, or one per line for a stream.
     Json,
-}
-
-/// An output format of Kubernetes objects.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ObjectOutput {
-    /// Human-readable table.
-    Table,
-    /// JSON: one object with all fields, or a List.
-    Json,
-    /// YAML: one object with all fields, or a List.
-    Yaml,
-}
-
-impl ObjectOutput {
-    /// Returns the text of an object, or of the table that represents the object.
-    pub(crate) fn text(self, object: &Value, table: impl FnOnce() -> String) -> anyhow::Result<String> {
-        match self {
-            Self::Table => Ok(table()),
-            Self::Json => Ok(format!("{object:#}\n")),
-            Self::Yaml => beelet_codec::yaml(object).context("cannot convert the object to YAML"),
-        }
-    }
 }
 
 #[cfg(test)]

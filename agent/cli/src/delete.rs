@@ -157,7 +157,7 @@ async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool>
         return Ok(all);
     }
     for reason in waited.reasons(&mut client).await? {
-        eprintln!("error: not deleted within {} s: {}", timeout.as_secs(), plain::line(&reason));
+        eprintln!("error: not deleted within {} s: {}", timeout.as_secs(), plain::line(&reason.text));
     }
     bail!(
         "the agent keeps stopping the remaining pods: use `beelet events` to follow, `beelet wait POD --for=deleted` to wait, \

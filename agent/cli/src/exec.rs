@@ -26,7 +26,7 @@ const SILENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `beelet exec`.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  beelet exec web -- ls /data\n  beelet exec -it web -c main -- sh")]
+#[command(after_help = "Examples:\n  beelet exec web ls /data\n  beelet exec -it web -c main -- sh")]
 pub struct ExecArgs {
     #[command(flatten)]
     of: ContainerArgs,
@@ -38,8 +38,8 @@ pub struct ExecArgs {
     tty: bool,
     #[command(flatten)]
     agent: AgentArgs,
-    /// Command to run, after `--`.
-    #[arg(last = true, required = true, value_name = "COMMAND")]
+    /// Command to run. `--` must precede it if its first word begins with a hyphen.
+    #[arg(trailing_var_arg = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }
 
@@ -190,7 +190,34 @@ async fn print(outputs: &mut tonic::Streaming<proto::ExecOutput>) -> anyhow::Res
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        exec: ExecArgs,
+    }
+
+    #[test]
+    fn the_command_begins_after_the_pod_or_after_two_hyphens() {
+        let check = |line: &str, container: Option<&str>, command: &[&str]| {
+            let parsed = Line::try_parse_from(line.split(' ')).map(|line| line.exec).unwrap();
+            assert_eq!(
+                (parsed.of.container.as_deref(), parsed.of.pod.as_str()),
+                (container, "web"),
+                "{line}"
+            );
+            assert_eq!(parsed.command, command, "{line}");
+        };
+        check("exec web ls -l /data", None, &["ls", "-l", "/data"]);
+        check("exec web -- ls -l", None, &["ls", "-l"]);
+        check("exec -it web -c main -- sh -c id -- x", Some("main"), &["sh", "-c", "id", "--", "x"]);
+        check("exec web -c main env -i", Some("main"), &["env", "-i"]);
+        check("exec web -- -odd", None, &["-odd"]);
+        assert!(Line::try_parse_from(["exec", "web"]).is_err());
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_wait_is_explained_once_it_is_long() {

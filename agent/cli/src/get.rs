@@ -1,8 +1,10 @@
 //! `beelet get`: lists pods and other objects of this machine.
 
 pub(super) mod columns;
+mod format;
 pub(super) mod node;
 pub(super) mod objects;
+mod path;
 pub(super) mod pod;
 
 use std::io::{self, IsTerminal};
@@ -10,11 +12,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
+use serde_json::Value;
 
 use self::columns::Columns;
+use self::format::Format;
 use super::again::again;
 use super::args::{AgentArgs, pod_name};
 use super::print::print;
@@ -73,27 +77,23 @@ struct PodsArgs {
     /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<Selector>,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
+    /// Output format: table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=TITLE:PATH,...
+    #[arg(short, long, value_name = "FORMAT", default_value = "table")]
+    output: Format,
+    /// Omit the line of titles.
+    #[arg(long)]
+    no_headers: bool,
+    /// Add a column with the pods' labels.
+    #[arg(long)]
+    show_labels: bool,
+    /// Path of the field to sort by, e.g. `.metadata.creationTimestamp`.
+    #[arg(long, value_name = "PATH", conflicts_with = "watch")]
+    sort_by: Option<path::Path>,
     /// Watch for changes after listing the pods, until interrupted.
     #[arg(short, long)]
     watch: bool,
     #[command(flatten)]
     agent: AgentArgs,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// A line per pod.
-    Table,
-    /// As table, with addresses, QoS class, the time that the last readiness change took from the kernel's
-    /// event, and the reason why a pod is not ready.
-    Wide,
-    /// A v1.PodList; with --watch one v1.Pod per line.
-    Json,
-    /// A v1.PodList; with --watch one document per pod.
-    Yaml,
 }
 
 /// Prints the objects.
@@ -137,37 +137,42 @@ impl PodsArgs {
     }
 
     fn is_wide(&self) -> bool {
-        self.output == Output::Wide
+        self.output == Format::Wide
     }
 
     fn columns(&self) -> Columns {
-        Columns::new(if self.is_wide() { pod::WIDE } else { pod::NARROW })
+        let mut titles = if self.is_wide() { pod::WIDE } else { pod::NARROW }.to_vec();
+        titles.extend(self.show_labels.then_some("LABELS"));
+        Columns::new(&titles).titled(!self.no_headers)
     }
 
     fn row(&self, entry: &PodEntry, warnings: &Warnings) -> Vec<String> {
-        pod::row(entry, Timestamp::now(), self.is_wide().then_some(warnings))
+        let mut row = pod::row(entry, Timestamp::now(), self.is_wide().then_some(warnings));
+        row.extend(self.show_labels.then(|| pod::labels(&entry.pod)));
+        row
     }
 }
 
 fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Result<()> {
-    let chosen: Vec<&Arc<PodEntry>> =
-        table.pods.iter().filter(|(name, entry)| args.wants(name, entry)).map(|(_, entry)| entry).collect();
+    let chosen = table.pods.iter().filter(|(name, entry)| args.wants(name, entry));
+    let mut chosen: Vec<&Arc<PodEntry>> = chosen.map(|(_, entry)| entry).collect();
     let is_shown = |wanted: &&String| chosen.iter().any(|one| one.is_called(&PodName::of(&one.pod), wanted));
     if let Some(missing) = args.names.iter().find(|name| !is_shown(name)) {
         bail!("pod {missing:?} not found; `beelet get pods` lists all pods");
     }
-    let list = || beelet_codec::list::<Pod>(chosen.iter().map(|entry| &entry.pod));
-    let text = match args.output {
-        Output::Json => format!("{:#}\n", list()),
-        Output::Yaml => beelet_codec::yaml(&list()).context("cannot convert the pods to YAML")?,
-        Output::Table | Output::Wide if chosen.is_empty() => {
-            eprintln!("No pods found.");
-            String::new()
-        }
-        Output::Table | Output::Wide => {
-            let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry, warnings)).collect();
-            args.columns().table(&rows)
-        }
+    if let Some(path) = &args.sort_by {
+        chosen.sort_by(|a, b| path.compare(&a.pod.to_value(), &b.pod.to_value()));
+    }
+    let text = if !args.output.is_table() {
+        let values: Vec<Value> = chosen.iter().map(|entry| entry.pod.to_value()).collect();
+        let list = |_: &[Value]| beelet_codec::list::<Pod>(chosen.iter().map(|entry| &entry.pod));
+        args.output.text(&values, args.names.len() == 1, !args.no_headers, list)?
+    } else if chosen.is_empty() {
+        eprintln!("No pods found.");
+        String::new()
+    } else {
+        let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry, warnings)).collect();
+        args.columns().table(&rows)
     };
     print(&text)?;
     show_rejected(&table.rejected);
@@ -232,7 +237,7 @@ impl Watcher<'_> {
         if before.is_none() {
             let wanted = table.pods.iter().filter(|(name, entry)| self.args.wants(name, entry));
             wanted.for_each(|(_, entry)| self.columns.fit(&self.args.row(entry, &Warnings::default())));
-            if matches!(self.args.output, Output::Table | Output::Wide) {
+            if self.args.output.is_table() {
                 print(&self.columns.header())?;
             }
         }
@@ -262,18 +267,21 @@ impl Watcher<'_> {
 
 /// Returns the text of one pod in a watch.
 fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Result<String> {
-    Ok(match args.output {
-        Output::Json => format!("{}\n", entry.pod.to_value()),
-        Output::Yaml => format!(
-            "---\n{}",
-            beelet_codec::yaml(&entry.pod.to_value()).context("cannot convert the pod to YAML")?
-        ),
-        Output::Table | Output::Wide => {
+    let value = || entry.pod.to_value();
+    Ok(match &args.output {
+        Format::Json => format!("{}\n", value()),
+        Format::Yaml => {
+            let text = beelet_codec::yaml(&value()).context("cannot convert the pod to YAML")?;
+            format!("---\n{text}")
+        }
+        Format::Table | Format::Wide => {
             // Reasons from events appear only without --watch.
             let row = args.row(entry, &Warnings::default());
             columns.fit(&row);
             columns.line(&row)
         }
+        // A watch prints no titles of custom columns, because their widths are unknown.
+        other => other.text(&[value()], true, false, |_| Value::Null)?,
     })
 }
 

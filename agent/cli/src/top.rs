@@ -17,21 +17,27 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use beelet_proto::beelet::SignalSnapshot;
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use self::causes::Causes;
 use self::columns::{COLUMNS, Column};
 use self::row::Row;
 use self::rows::{Trends, View, Window, rows};
-use super::args::{AgentArgs, Output};
+use super::args::{AgentArgs, Output, pod_name};
 use super::{complete, finish};
 use beelet_client::signals::Client;
 
 /// Arguments of `beelet top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
+    /// Kind, as for `kubectl top`: prints one table and exits.
+    #[arg(value_enum, value_name = "KIND")]
+    kind: Option<Kind>,
+    /// Show only this pod; its name may omit the `-NODE` suffix of static pods.
+    #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods())]
+    name: Option<String>,
     /// Show only pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces(), default_value = "", hide_default_value = true)]
     namespace: String,
@@ -60,6 +66,17 @@ pub struct TopArgs {
     agent: AgentArgs,
 }
 
+/// A kind that `kubectl top` takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// Pods.
+    #[value(aliases = ["pods", "po"])]
+    Pod,
+    /// The machine, with its pods.
+    #[value(aliases = ["nodes", "no"])]
+    Node,
+}
+
 impl TopArgs {
     fn view(&self) -> View {
         View {
@@ -77,7 +94,7 @@ impl TopArgs {
 /// Runs the screen or prints one table.
 #[must_use]
 pub fn run(args: &TopArgs) -> ExitCode {
-    let once = args.once || args.output.is_some() || !io::stdout().is_terminal();
+    let once = args.once || args.kind.is_some() || args.output.is_some() || !io::stdout().is_terminal();
     finish(async { if once { print_once(args).await } else { watch(args).await } })
 }
 
@@ -93,6 +110,12 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
         snapshot = with_rates(args) => snapshot?,
         interrupted = tokio::signal::ctrl_c() => return interrupted.context("cannot wait for Ctrl-C"),
     };
+    if let Some(name) = &args.name {
+        keep(&mut snapshot, name);
+        if snapshot.pods.is_empty() {
+            bail!("pod {name:?} not found; `beelet get pods` lists all pods");
+        }
+    }
     let text = match args.output {
         Some(Output::Json) => format!("{}\n", serde_json::to_string_pretty(&snapshot)?),
         _ => {
@@ -106,6 +129,12 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
     out.write_all(text.as_bytes())?;
     out.flush()?;
     Ok(())
+}
+
+/// Removes the pods that have another name. The name may omit the node's suffix.
+fn keep(snapshot: &mut SignalSnapshot, name: &str) {
+    let whole = format!("{name}-{}", snapshot.node.to_lowercase());
+    snapshot.pods.retain(|pod| pod.name == name || pod.name == whole);
 }
 
 /// Returns a snapshot with rates: usually the second one, unless the agent was measuring already.
@@ -160,6 +189,17 @@ fn table(snapshot: &SignalSnapshot, view: &View) -> String {
 mod tests {
     use super::rows::tests::{snapshot, view};
     use super::*;
+
+    #[test]
+    fn a_pods_name_may_omit_the_nodes_suffix() {
+        let mut snapshot = snapshot(&[("shop", "web-n1", 0.25, 1.0), ("shop", "web-2-n1", 0.5, 1.0)]);
+        snapshot.node = "N1".to_owned();
+        keep(&mut snapshot, "web");
+        let names: Vec<&str> = snapshot.pods.iter().map(|pod| pod.name.as_str()).collect();
+        assert_eq!(names, ["web-n1"]);
+        keep(&mut snapshot, "web-n1");
+        assert_eq!(snapshot.pods.len(), 1);
+    }
 
     #[test]
     fn printed_once_it_has_every_pod_every_column_and_no_colours() {

@@ -9,14 +9,15 @@ use anyhow::bail;
 use beelet_model::labels::ANNOTATION_HASH;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use tokio::time::{Instant, interval_at};
 
-use super::{plain, why::Warnings};
+use super::{get::pod::state, plain, why::Warnings};
 use beelet_client::{Client, Event};
 
-/// Interval between two checks of the reason why pods still exist.
-const LIST_PERIOD: Duration = Duration::from_secs(3);
+/// Interval between two reports about pods that have not reached the state.
+const REPORT_PERIOD: Duration = Duration::from_secs(3);
 
 /// State to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,13 +161,13 @@ pub(crate) async fn wait(
     let mut watch = client.pods.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
-    let (mut lists, mut reported) = (interval_at(Instant::now() + LIST_PERIOD, LIST_PERIOD), BTreeSet::new());
+    let (mut ticks, mut reported) = (interval_at(Instant::now() + REPORT_PERIOD, REPORT_PERIOD), BTreeSet::new());
     loop {
         let event = tokio::select! {
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
-            _ = lists.tick(), if *wanted == Wanted::Deleted && is_synced => {
-                waited.report_blockers(client, &mut reported).await;
+            _ = ticks.tick(), if is_synced => {
+                waited.report_progress(client, wanted, &mut reported).await;
                 continue;
             }
         };
@@ -211,16 +212,21 @@ fn notice(event: &Event) {
 }
 
 impl Waited {
-    /// Prints the reasons why pods have not been deleted yet, each reason once.
-    async fn report_blockers(&self, client: &mut Client, reported: &mut BTreeSet<String>) {
+    /// Prints how pods stand that have not reached the state, each line once.
+    async fn report_progress(&self, client: &mut Client, wanted: &Wanted, reported: &mut BTreeSet<String>) {
         // A failed query is repeated in the next round.
-        let Ok(warnings) = Warnings::read(client).await else { return };
+        let Ok(events) = client.events.kept(proto::ListEventsRequest::default()).await else { return };
+        let warnings = Warnings::of(events.iter().cloned());
         for target in &self.missed {
             let Some(entry) = target.find(&self.table) else { continue };
-            let line = match (warnings.why(&entry.pod, Timestamp::now()), being_stopped(entry)) {
+            let cause = warnings.why(&entry.pod, Timestamp::now());
+            let line = match (cause, being_stopped(entry)) {
                 (Some(why), _) => format!("pod {}: {why}", target.name),
                 (None, Some(stopped)) => format!("pod {} {stopped}", target.name),
-                (None, None) => format!("pod {} is not terminating", target.name),
+                (None, None) if *wanted == Wanted::Deleted => {
+                    format!("pod {} is not terminating", target.name)
+                }
+                (None, None) => format!("pod {}: {}", target.name, current_step(entry, &events)),
             };
             if reported.insert(line.clone()) {
                 eprintln!("waiting: {}", plain::line(&line));
@@ -228,8 +234,8 @@ impl Waited {
         }
     }
 
-    /// Returns one sentence per pod that has not reached the state.
-    pub(crate) async fn reasons(&self, client: &mut Client) -> anyhow::Result<Vec<String>> {
+    /// Returns a sentence per pod that has not reached the state.
+    pub(crate) async fn reasons(&self, client: &mut Client) -> anyhow::Result<Vec<Reason>> {
         let warnings = Warnings::read(client).await?;
         Ok(self
             .missed
@@ -239,12 +245,31 @@ impl Waited {
     }
 }
 
-fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp) -> String {
+/// Sentence about a pod that has not reached the wanted state.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Reason {
+    pub(crate) text: String,
+    /// False for a pod that exists and to which nothing has happened: the pod is starting.
+    pub(crate) has_cause: bool,
+}
+
+fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp) -> Reason {
     let name = &target.name;
-    let Some(entry) = target.find(table) else { return format!("pod {name}: not found") };
+    let Some(entry) = target.find(table) else {
+        return Reason { text: format!("pod {name}: not found"), has_cause: true };
+    };
     let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
     let why = warnings.why(&entry.pod, now).or_else(|| being_stopped(entry));
-    format!("pod {name}: {}", why.as_deref().unwrap_or(phase))
+    let text = format!("pod {name}: {}", why.as_deref().unwrap_or(phase));
+    Reason { text, has_cause: why.is_some() }
+}
+
+/// Returns the state of a pod and its newest event: `ContainerCreating (Pulling image "redis:7")`.
+fn current_step(entry: &PodEntry, events: &[proto::Event]) -> String {
+    let state = state(&entry.pod);
+    let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
+    let newest = events.iter().filter(|event| event.uid == uid).max_by_key(|event| event.last_ns);
+    newest.map_or(state.clone(), |event| format!("{state} ({})", event.message))
 }
 
 /// Returns the deadline of a terminating pod, or None for another pod.
@@ -341,6 +366,24 @@ mod tests {
             entry.pod.metadata.deletion_timestamp = Some(Time(Timestamp::UNIX_EPOCH));
             assert_eq!(target("").standing(&wanted, &table), expected, "{wanted} {status}");
         }
+    }
+
+    #[test]
+    fn a_pod_that_starts_has_no_cause_and_its_step_is_its_newest_event() {
+        let table = table(&json!({"phase": "Pending"}));
+        let reason = reason(&target(""), &table, &Warnings::default(), Timestamp::UNIX_EPOCH);
+        assert_eq!(reason, Reason { text: "pod default/web-n1: Pending".to_owned(), has_cause: false });
+        let event = |uid: &str, message: &str, last_ns| proto::Event {
+            uid: uid.to_owned(),
+            message: message.to_owned(),
+            last_ns,
+            ..proto::Event::default()
+        };
+        let events =
+            [event("1", "Scheduled", 1), event("1", "Pulling image \"x\"", 3), event("2", "other", 9)];
+        let entry = target("").find(&table).unwrap();
+        assert_eq!(current_step(entry, &events), "Pending (Pulling image \"x\")");
+        assert_eq!(current_step(entry, &[]), "Pending");
     }
 
     #[test]

@@ -65,7 +65,7 @@ async fn wait(args: &WaitArgs) -> anyhow::Result<bool> {
         } else {
             format!("not {} within {} s", args.wanted, args.timeout.as_secs())
         };
-        eprintln!("error: {how}: {}", plain::line(&reason));
+        eprintln!("error: {how}: {}", plain::line(&reason.text));
     }
     Ok(waited.missed.is_empty())
 }

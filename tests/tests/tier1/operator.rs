@@ -373,8 +373,7 @@ fn every_command_shows_why_a_pod_does_not_start() {
 
 /// Writes output of a pod's container, as a runtime does.
 fn write_log(node: &Node, pod: &str, container: &str, lines: &[&str]) {
-    let all: Value = serde_json::from_str(&node.run(&["get", "pod", pod, "-o", "json"]).well().out).unwrap();
-    let uid = all["items"][0]["metadata"]["uid"].as_str().unwrap();
+    let uid = node.run(&["get", "pod", pod, "-o", "jsonpath={.metadata.uid}"]).well().out;
     let folder = node.agent.dir().join(format!("logs/default_{pod}-testnode_{uid}/{container}"));
     fs::create_dir_all(&folder).unwrap();
     let line = |text: &&str| format!("2026-11-21T19:00:00.5Z stdout F {text}\n");

@@ -8,13 +8,24 @@ use crate::plain;
 /// Column widths of a table that grows line by line; a column never shrinks.
 #[derive(Debug)]
 pub(crate) struct Columns {
-    titles: &'static [&'static str],
+    titles: Vec<String>,
     widths: Vec<usize>,
+    has_titles: bool,
 }
 
 impl Columns {
-    pub(crate) fn new(titles: &'static [&'static str]) -> Self {
-        Self { titles, widths: titles.iter().map(|title| measure_text_width(title)).collect() }
+    pub(crate) fn new(titles: &[&str]) -> Self {
+        let widths = titles.iter().map(|title| measure_text_width(title)).collect();
+        Self { titles: titles.iter().map(|title| (*title).to_owned()).collect(), widths, has_titles: true }
+    }
+
+    /// Sets whether the table has its line of titles. Without it, the titles do not count for the widths.
+    pub(crate) fn titled(mut self, has_titles: bool) -> Self {
+        self.has_titles = has_titles;
+        if !has_titles {
+            self.widths.fill(0);
+        }
+        self
     }
 
     /// Widens every column to fit `row`.
@@ -30,9 +41,9 @@ impl Columns {
         self.header() + &rows.iter().map(|row| self.line(row)).collect::<String>()
     }
 
+    /// Returns the line of titles, empty if the table has none.
     pub(crate) fn header(&self) -> String {
-        let titles: Vec<String> = self.titles.iter().map(|title| (*title).to_owned()).collect();
-        self.line(&titles)
+        if self.has_titles { self.line(&self.titles) } else { String::new() }
     }
 
     pub(crate) fn line(&self, row: &[String]) -> String {

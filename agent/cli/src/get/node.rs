@@ -8,8 +8,9 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::columns::Columns;
+use super::format::Format;
 use super::pod::age;
-use crate::args::{AgentArgs, ObjectOutput};
+use crate::args::AgentArgs;
 use crate::print::print;
 use crate::requested;
 use beelet_client::Client;
@@ -22,9 +23,9 @@ const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
 /// Arguments of `beelet get node`.
 #[derive(Debug, Args)]
 pub(super) struct NodeArgs {
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
-    output: ObjectOutput,
+    /// Output format: table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=TITLE:PATH,...
+    #[arg(short, long, value_name = "FORMAT", default_value = "table")]
+    output: Format,
     #[command(flatten)]
     agent: AgentArgs,
 }
@@ -34,7 +35,11 @@ pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     let node = client.devices.node().await?;
     // An agent that does not know its pods yet still knows its resources.
     let pods = client.pods.list().await.ok().map(|(pods, _)| pods);
-    let text = args.output.text(&v1(&node), || table(&node, pods.as_ref(), Timestamp::now()))?;
+    let text = if args.output.is_table() {
+        table(&node, pods.as_ref(), Timestamp::now())
+    } else {
+        args.output.text(&[v1(&node)], true, true, |_| Value::Null)?
+    };
     print(&text)?;
     if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {
         eprintln!("node is not ready: {}", ready.message);

@@ -7,8 +7,9 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::columns::Columns;
+use super::format::Format;
 use super::pod::age;
-use crate::args::{AgentArgs, ObjectOutput};
+use crate::args::AgentArgs;
 use crate::print::print;
 use crate::{complete, plain};
 use beelet_client::Client;
@@ -28,9 +29,12 @@ pub(super) struct ObjectsArgs {
     /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<String>,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
-    output: ObjectOutput,
+    /// Output format: table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=TITLE:PATH,...
+    #[arg(short, long, value_name = "FORMAT", default_value = "table")]
+    output: Format,
+    /// Omit the line of titles.
+    #[arg(long)]
+    no_headers: bool,
     #[command(flatten)]
     agent: AgentArgs,
 }
@@ -53,17 +57,18 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     let values =
         objects.iter().map(|one| serde_json::from_slice(&one.json)).collect::<Result<Vec<Value>, _>>();
     let values = values.context("cannot parse the agent's object; does the agent have another version?")?;
-    if objects.is_empty() && args.output == ObjectOutput::Table {
+    if objects.is_empty() && args.output.is_table() {
         eprintln!("No {} found.", plural(kind));
         return Ok(());
     }
-    let list = json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": values});
-    let table = || {
+    let text = if args.output.is_table() {
         let now = Timestamp::now();
         let rows: Vec<_> = objects.iter().zip(&values).map(|(one, value)| row(one, value, now)).collect();
-        Columns::new(TITLES).table(&rows)
+        Columns::new(TITLES).titled(!args.no_headers).table(&rows)
+    } else {
+        let list = |all: &[Value]| json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": all});
+        args.output.text(&values, args.names.len() == 1, !args.no_headers, list)?
     };
-    let text = args.output.text(&list, table)?;
     Ok(print(&text)?)
 }
 

@@ -74,6 +74,13 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
     cells
 }
 
+/// Returns the labels as kubectl's `--show-labels` prints them.
+pub(super) fn labels(pod: &Pod) -> String {
+    let labels = pod.metadata.labels.iter().flatten().map(|(name, value)| format!("{name}={value}"));
+    let labels: Vec<String> = labels.collect();
+    if labels.is_empty() { "<none>".to_owned() } else { labels.join(",") }
+}
+
 /// Returns false for an observed pod, whose readiness only the kubelet knows.
 fn is_readiness_known(pod: &Pod) -> bool {
     let mut conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
