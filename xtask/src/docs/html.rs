@@ -6,8 +6,9 @@ use anyhow::{Context as _, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The page that contains all others, for printing. Its anchors have the names of their pages before them.
-const PRINT: &str = "print.html";
+/// Pages whose links are not checked: the one that contains all others, for printing, whose anchors have the names of
+/// their pages before them; and the one for a missing page, whose links start at the server's top.
+const SPECIAL: [&str; 2] = ["print.html", "404.html"];
 
 /// Returns the number of pages, and a line per broken link.
 pub(super) fn check(site: &Path) -> Result<(usize, Vec<String>)> {
@@ -16,7 +17,7 @@ pub(super) fn check(site: &Path) -> Result<(usize, Vec<String>)> {
     let anchors: BTreeMap<&str, BTreeSet<String>> =
         pages.iter().map(|(name, text)| (name.as_str(), ids(text).collect())).collect();
     let mut broken = Vec::new();
-    for (name, text) in pages.iter().filter(|(name, _)| *name != PRINT) {
+    for (name, text) in pages.iter().filter(|(name, _)| !SPECIAL.contains(&name.as_str())) {
         for target in targets(text) {
             let Some((path, anchor)) = parts(target) else { continue };
             let found = resolve(name, path).filter(|path| site.join(path).exists());
