@@ -33,7 +33,7 @@ const COLOURS: [&str; 16] = [
 pub(super) fn draw() -> Result<()> {
     let folder = workdir::repository().join("docs/pictures");
     let step = Step::start("draw the demo");
-    let shown = screen_of(&shown_by(&mut lab::command_line("demo").arg("--keep"))?);
+    let shown = screen_of(&shown_by(lab::command_line("demo").arg("--keep"))?);
     let drawn = part(&shown, "A listener inside", 12).and_then(|lines| {
         workdir::write(
             &folder.join("demo.svg"),
