@@ -63,8 +63,8 @@ fn convert(list: &Value, commit: &str) -> Value {
 fn package(component: &Value, id: &str) -> Value {
     let license = match text(&component["licenses"][0]["expression"]) {
         none if none.is_empty() => "NOASSERTION".to_owned(),
-        // Old manifests separate a choice with a slash.
-        license => license.replace('/', " OR "),
+        // Old manifests separate a choice with a slash. SPDX's own tool does not know `MPL-2.0+` ("or later").
+        license => license.replace('/', " OR ").replace("MPL-2.0+", "MPL-2.0"),
     };
     let purl = text(&component["purl"]);
     let is_own = purl.contains("download_url=file:");
