@@ -112,6 +112,8 @@ const RELEASE: &[Need] = &[
     need("objdump", "binutils"),
     need("mksquashfs", "squashfs-tools"),
     need("createrepo_c", "createrepo-c"),
+    // createrepo_c reads it.
+    need("/usr/lib/rpm/rpmrc", "rpm-common"),
     // Signatures of repositories, and of the checksums.
     need("gpg", "gnupg"),
     need("ssh-keygen", "openssh-client"),

@@ -6,6 +6,7 @@ use crate::{shell, tools};
 use anyhow::{Context as _, Result};
 use beelet_tests_base::{images::Entry, workdir};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -100,7 +101,10 @@ fn recipe_of(
     revision: &str,
     [root, scripts]: [&Path; 2],
 ) -> Value {
-    let contents: Vec<Value> = files.iter().map(|(path, entry)| content(path, entry, root)).collect();
+    let folders = own_folders(files);
+    let folders = folders.iter().map(|path| content(path, &Entry::Folder(0o755), root));
+    let contents: Vec<Value> =
+        folders.chain(files.iter().map(|(path, entry)| content(path, entry, root))).collect();
     let script = |name: &str| Value::from(scripts.join(name).display().to_string());
     let mut recipe = json!({
         "name": "beelet",
@@ -131,6 +135,15 @@ fn recipe_of(
         }
     }
     recipe
+}
+
+/// Returns the folders that a removal of the package must remove, as dpkg does by itself: those of beelet's name and
+/// below, if `files` has no entry for them.
+fn own_folders(files: &[(String, Entry)]) -> BTreeSet<String> {
+    let above = files.iter().flat_map(|(path, _)| Path::new(path).ancestors().skip(1));
+    let own = above.filter(|folder| folder.iter().any(|part| part == "beelet"));
+    let own: BTreeSet<String> = own.map(|folder| folder.display().to_string()).collect();
+    own.into_iter().filter(|folder| files.iter().all(|(path, _)| path != folder)).collect()
 }
 
 fn content(path: &str, entry: &Entry, root: &Path) -> Value {
@@ -178,6 +191,20 @@ mod tests {
                 "usr/share/zsh/site-functions/_beelet"
             ]
         );
+    }
+
+    #[test]
+    fn a_package_owns_the_folders_of_its_name() {
+        let file = |path: &str| (path.to_owned(), Entry::File(Vec::new(), 0o644));
+        let folder = ("etc/beelet/manifests".to_owned(), Entry::Folder(0o755));
+        let files = [
+            file("etc/beelet/beelet.yaml"),
+            folder,
+            file("usr/bin/beelet"),
+            file("usr/share/doc/beelet/x/y"),
+        ];
+        let own: Vec<String> = own_folders(&files).into_iter().collect();
+        assert_eq!(own, ["etc/beelet", "usr/share/doc/beelet", "usr/share/doc/beelet/x"]);
     }
 
     #[test]

@@ -4,6 +4,8 @@
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -20,9 +22,10 @@ impl Gpg {
     /// # Errors
     /// gpg is missing, or the file has no secret key.
     pub(super) fn import(key: &Path, seconds: u64) -> Result<Self> {
-        let home = tempfile::tempdir().context("could not make a folder for the keyring")?;
-        let own = Gpg { home, seconds };
-        shell::run(own.command().arg("--import").arg(key))?;
+        let private = fs::Permissions::from_mode(0o700);
+        let home = tempfile::Builder::new().permissions(private).tempdir();
+        let own = Gpg { home: home.context("could not make a folder for the keyring")?, seconds };
+        quiet(own.command().arg("--import").arg(key))?;
         let listed = own.command().args(["--list-secret-keys", "--with-colons"]).output();
         let listed = String::from_utf8_lossy(&listed.context("could not start gpg")?.stdout).into_owned();
         if listed.lines().filter(|line| line.starts_with("sec:")).count() != 1 {
@@ -42,21 +45,19 @@ impl Gpg {
 
     /// Signs a file: inside the result (`InRelease`).
     pub(super) fn clear_sign(&self, file: &Path, out: &Path) -> Result<()> {
-        shell::run(
-            self.command().args(["--digest-algo", "SHA512", "--clear-sign", "--output"]).arg(out).arg(file),
-        )
+        quiet(self.command().args(["--digest-algo", "SHA512", "--clear-sign", "--output"]).arg(out).arg(file))
     }
 
     /// Signs a file: the result is the signature alone, in ASCII.
     pub(super) fn detach_sign(&self, file: &Path, out: &Path) -> Result<()> {
         let mut command = self.command();
         command.args(["--digest-algo", "SHA512", "--armor", "--detach-sign", "--output"]);
-        shell::run(command.arg(out).arg(file))
+        quiet(command.arg(out).arg(file))
     }
 
     /// Writes the public key in ASCII.
     pub(super) fn export(&self, out: &Path) -> Result<()> {
-        shell::run(self.command().args(["--armor", "--export", "--output"]).arg(out))
+        quiet(self.command().args(["--armor", "--export", "--output"]).arg(out))
     }
 }
 
@@ -68,12 +69,21 @@ impl Drop for Gpg {
     }
 }
 
+/// Runs a program, and shows its output only if it fails: gpg warns about its set time at each call.
+fn quiet(command: &mut Command) -> Result<()> {
+    let shown = shell::display(command);
+    let output = command.output().with_context(|| format!("could not start `{shown}`"))?;
+    if !output.status.success() {
+        bail!("`{shown}` ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
+
 /// Signs a file with an SSH key; the signature is `FILE.sig`. `ssh-keygen -Y verify -n file` verifies it.
 pub(super) fn ssh(key: &Path, file: &Path) -> Result<PathBuf> {
     let signature = PathBuf::from(format!("{}.sig", file.display()));
     if signature.exists() {
-        std::fs::remove_file(&signature)
-            .with_context(|| format!("could not remove {}", signature.display()))?;
+        fs::remove_file(&signature).with_context(|| format!("could not remove {}", signature.display()))?;
     }
     let mut command = Command::new("ssh-keygen");
     shell::run(
