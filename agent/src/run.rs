@@ -38,6 +38,9 @@ pub(crate) struct RunArgs {
     /// Stop all pods when the agent exits. By default pods keep running and the next start adopts them.
     #[arg(long)]
     stop_pods_on_exit: bool,
+    /// Take over the pods that a kubelet left running on this node. The kubelet must not run.
+    #[arg(long)]
+    adopt: bool,
     /// Increase verbosity (-v actions, -vv reasons). RUST_LOG overrides it.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
@@ -201,13 +204,17 @@ pub(crate) fn verbosity(level: u8) -> u8 {
 impl RunArgs {
     /// Returns the configuration file and the settings of flags that override it.
     fn sources(&self) -> Sources {
-        let stop = Setting {
-            name: "--stop-pods-on-exit".to_owned(),
+        let switches = [
+            (self.stop_pods_on_exit, "--stop-pods-on-exit", "stopPodsOnExit"),
+            (self.adopt, "--adopt", "adoptKubeletPods"),
+        ];
+        let set = switches.into_iter().filter(|(is_set, ..)| *is_set).map(|(_, flag, field)| Setting {
+            name: flag.to_owned(),
             kubelet: Map::new(),
-            beelet: Map::from_iter([("stopPodsOnExit".to_owned(), true.into())]),
+            beelet: Map::from_iter([(field.to_owned(), true.into())]),
             replaces: None,
-        };
-        let flags = Some(stop).filter(|_| self.stop_pods_on_exit).into_iter().collect();
+        });
+        let flags = set.collect();
         Sources { file: Some(self.config.clone()), drop_ins: None, flags }
     }
 }

@@ -43,6 +43,7 @@ pub(super) struct BeeletWire {
     pub(super) kubelet_dir: Option<String>,
     pub(super) device_plugin_wait: Option<GoDuration>,
     pub(super) stop_pods_on_exit: Option<bool>,
+    pub(super) adopt_kubelet_pods: Option<bool>,
     pub(super) preemption: Option<preemption::Policy>,
     #[serde(rename = "containerGCMinimumAge")]
     pub(super) container_gc_minimum_age: Option<GoDuration>,

@@ -283,6 +283,8 @@ pub struct Beelet {
     pub device_plugin_wait: Duration,
     /// True to stop all pods when the agent stops.
     pub stop_pods_on_exit: bool,
+    /// True to take over the pods of a kubelet at the agent's start.
+    pub adopt_kubelet_pods: bool,
     /// Policy for the choice of pods to preempt for a critical one.
     pub preemption: preemption::Policy,
     /// Number and minimum age of retained dead containers.

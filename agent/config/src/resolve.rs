@@ -172,6 +172,7 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         // Zero is a value: no pod waits, as under the kubelet.
         device_plugin_wait: wire.device_plugin_wait.get_or_insert(GoDuration(crate::defaults::PLUGIN_WAIT)).0,
         stop_pods_on_exit: *wire.stop_pods_on_exit.get_or_insert(false),
+        adopt_kubelet_pods: *wire.adopt_kubelet_pods.get_or_insert(false),
         preemption: *wire.preemption.get_or_insert_default(),
         container_gc: pressure::container_gc(wire)?,
         pressure_interval: pressure_interval(&mut wire.pressure_interval)?,

@@ -234,6 +234,7 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("devicePluginWait: 0s").device_plugin_wait, Duration::ZERO);
     assert_eq!(field("").device_plugin_wait, Duration::from_secs(300));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
+    assert!(field("adoptKubeletPods: true").adopt_kubelet_pods && !field("bpf: off").adopt_kubelet_pods);
     assert_eq!(field("preemption: minimal").preemption, preemption::Policy::Minimal);
     assert_eq!(field("").container_gc.max_per_pod_container, 1);
     assert_eq!(field("containerGCMaxPerPodContainer: -1").container_gc.max_per_pod_container, -1);

@@ -34,6 +34,30 @@ impl Containers {
         Ok(response.containers.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
+    /// Returns the agent's own containers.
+    ///
+    /// # Errors
+    /// The call fails with an [`Error`].
+    pub async fn ours(&self) -> Result<Vec<cri::Container>, Error> {
+        self.own(None).await
+    }
+
+    /// Returns the agent's own containers of the pod with this UID.
+    ///
+    /// # Errors
+    /// The call fails with an [`Error`].
+    pub async fn of_pod(&self, uid: &str) -> Result<Vec<cri::Container>, Error> {
+        self.own(Some(uid)).await
+    }
+
+    async fn own(&self, pod: Option<&str>) -> Result<Vec<cri::Container>, Error> {
+        let label_selector = self.0.ours.labels(pod);
+        let filter = cri::ContainerFilter { label_selector, ..Default::default() };
+        let mut listed = self.list(Some(filter)).await?;
+        listed.retain(|container| self.0.ours.has(&container.labels));
+        Ok(listed)
+    }
+
     /// Returns the status of a container; with `verbose`, the runtime's own `info` too (its pid among it).
     ///
     /// # Errors
@@ -114,19 +138,20 @@ impl Containers {
         Ok(())
     }
 
-    /// Returns the resources that the containers matched by `filter` use, their writable layers included.
+    /// Returns the resources that the agent's own containers use, their writable layers included. With
+    /// adopted pods, the answer also has other containers.
     ///
     /// # Errors
     /// The call fails with an [`Error`].
-    pub async fn list_stats(
-        &self,
-        filter: cri::ContainerStatsFilter,
-    ) -> Result<Vec<cri::ContainerStats>, Error> {
-        let request = cri::ListContainerStatsRequest { filter: Some(filter) };
+    pub async fn stats_of_ours(&self) -> Result<Vec<cri::ContainerStats>, Error> {
+        let label_selector = self.0.ours.labels(None);
+        let filter = Some(cri::ContainerStatsFilter { label_selector, ..Default::default() });
         let response = self
             .0
             .call(Operation::ListContainerStats, String::new())
-            .runtime(request, |mut client, request| async move { client.list_container_stats(request).await })
+            .runtime(cri::ListContainerStatsRequest { filter }, |mut client, request| async move {
+                client.list_container_stats(request).await
+            })
             .await?;
         Ok(response.stats)
     }

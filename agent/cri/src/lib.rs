@@ -25,6 +25,7 @@ pub mod forward;
 mod images;
 mod metrics;
 mod operation;
+mod ours;
 mod pid;
 mod sandbox_image;
 mod sandboxes;
@@ -33,7 +34,7 @@ pub mod stream;
 mod streams;
 mod subject;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,6 +59,7 @@ use self::call::Call;
 use self::channel::{Socket, socket_path};
 use self::door::Door;
 use self::metrics::Metrics;
+use self::ours::Ours;
 
 /// The size limit of a message in either direction, in bytes: the kubelet's own limit (`maxMsgSize`), which
 /// runtimes know.
@@ -100,7 +102,7 @@ impl Runtime {
     pub fn new(endpoint: &str, request_timeout: Duration) -> Result<Self, EndpointError> {
         let socket = Arc::new(Socket::new(socket_path(endpoint)?));
         let (runtime, metrics) = (Arc::clone(&socket), Metrics::new());
-        Ok(Self::through(Door { runtime, images: socket, request_timeout, metrics }))
+        Ok(Self::through(Door { runtime, images: socket, request_timeout, metrics, ours: Ours::default() }))
     }
 
     fn through(door: Door) -> Self {
@@ -120,7 +122,7 @@ impl Runtime {
     pub fn over(name: &Path, connect: Connect, request_timeout: Duration) -> Self {
         let socket = Arc::new(Socket::over(name.to_owned(), connect));
         let (runtime, metrics) = (Arc::clone(&socket), Metrics::new());
-        Self::through(Door { runtime, images: socket, request_timeout, metrics })
+        Self::through(Door { runtime, images: socket, request_timeout, metrics, ours: Ours::default() })
     }
 
     /// Returns the same client with another socket for images.
@@ -135,13 +137,20 @@ impl Runtime {
         let Door { runtime, request_timeout, metrics, .. } = &*self.door;
         let (runtime, metrics) = (Arc::clone(runtime), metrics.clone());
         let images = Arc::new(Socket::new(path));
-        Ok(Self::through(Door { runtime, images, request_timeout: *request_timeout, metrics }))
+        let request_timeout = *request_timeout;
+        Ok(Self::through(Door { runtime, images, request_timeout, metrics, ours: Ours::default() }))
     }
 
     /// Returns the runtime's socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.door.runtime.path
+    }
+
+    /// Makes the sandboxes and containers of these pods, by UID, the agent's own: `ours` and `of_pod` list
+    /// them too. Only the first call counts, which must precede all lists.
+    pub fn adopt(&self, pods: BTreeSet<String>) {
+        self.door.ours.adopt(pods);
     }
 
     /// Adds `kubelet_runtime_operations_*` to `registry`.

@@ -31,6 +31,30 @@ impl Sandboxes {
         Ok(response.items.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
+    /// Returns the agent's own pod sandboxes.
+    ///
+    /// # Errors
+    /// The call fails with an [`Error`].
+    pub async fn ours(&self) -> Result<Vec<cri::PodSandbox>, Error> {
+        self.own(None).await
+    }
+
+    /// Returns the agent's own sandboxes of the pod with this UID.
+    ///
+    /// # Errors
+    /// The call fails with an [`Error`].
+    pub async fn of_pod(&self, uid: &str) -> Result<Vec<cri::PodSandbox>, Error> {
+        self.own(Some(uid)).await
+    }
+
+    async fn own(&self, pod: Option<&str>) -> Result<Vec<cri::PodSandbox>, Error> {
+        let label_selector = self.0.ours.labels(pod);
+        let filter = cri::PodSandboxFilter { label_selector, ..Default::default() };
+        let mut listed = self.list(Some(filter)).await?;
+        listed.retain(|sandbox| self.0.ours.has(&sandbox.labels));
+        Ok(listed)
+    }
+
     /// Returns the status of a sandbox; with `verbose`, the runtime's own `info` too (its pid and netns among
     /// it).
     ///

@@ -41,7 +41,6 @@ use beelet_bpf::quota;
 use beelet_cri::Runtime;
 use beelet_model::{
     disk::{PodDisk, Taken},
-    pod::managed,
     pressure::EVICTED,
     request::Request,
     status::runtime_id,
@@ -400,8 +399,7 @@ impl LocalStorage {
     /// Returns the writable layers of the agent's containers, by the runtime's id; empty if the runtime does
     /// not report them.
     async fn layers(&self) -> HashMap<String, Layer> {
-        let filter = cri::ContainerStatsFilter { label_selector: managed(), ..Default::default() };
-        let stats = self.runtime.containers.list_stats(filter).await.unwrap_or_default();
+        let stats = self.runtime.containers.stats_of_ours().await.unwrap_or_default();
         let layer = |stats: cri::ContainerStats| {
             let id = stats.attributes?.id;
             let layer = stats.writable_layer?;

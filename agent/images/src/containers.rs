@@ -40,7 +40,6 @@ use beelet_base::{
 use beelet_cri::Runtime;
 use beelet_model::{
     labels,
-    pod::managed,
     status::timestamp,
     table::{PodName, PodTable},
 };
@@ -194,17 +193,8 @@ impl ContainerGc {
     }
 
     async fn collect_once(&self, request: ContainerGcRequest) -> Result<Collected, Error> {
-        let filter = || managed();
-        let (sandboxes, containers) = tokio::try_join!(
-            self.parts
-                .runtime
-                .sandboxes
-                .list(Some(cri::PodSandboxFilter { label_selector: filter(), ..Default::default() })),
-            self.parts
-                .runtime
-                .containers
-                .list(Some(cri::ContainerFilter { label_selector: filter(), ..Default::default() })),
-        )?;
+        let runtime = &self.parts.runtime;
+        let (sandboxes, containers) = tokio::try_join!(runtime.sandboxes.ours(), runtime.containers.ours())?;
         let ended = ended_pods(&self.parts.table.borrow());
         let chosen = choose(&self.parts.policy, Timestamp::now(), request, &ended, &containers, &sandboxes);
         if request.dry_run {

@@ -20,7 +20,6 @@ use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use beelet_model::pod::selector;
 use beelet_proto::cri;
 
 use crate::App;
@@ -138,9 +137,7 @@ pub(crate) async fn port_forward(
     let (name, entry) = target.find(&app.table.borrow())?;
     let uid = entry.pod.metadata.uid.clone();
     let ready = cri::PodSandboxState::SandboxReady as i32;
-    let label_selector = selector(uid.as_deref().unwrap_or_default());
-    let filter = cri::PodSandboxFilter { label_selector, ..cri::PodSandboxFilter::default() };
-    let sandboxes = app.runtime.sandboxes.list(Some(filter)).await?;
+    let sandboxes = app.runtime.sandboxes.of_pod(uid.as_deref().unwrap_or_default()).await?;
     let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);
     let Some(sandbox) = newest else {
         let sentence = format!("failed to find sandbox for pod {name}: the pod is not running");

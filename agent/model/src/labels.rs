@@ -1,5 +1,7 @@
 //! Labels and annotations that connect sandboxes and containers to pods. The first group is the
-//! kubelet's, so that crictl and other tools show our pods like a kubelet's.
+//! kubelet's, so that crictl and other tools show our pods like a kubelet's, and a kubelet recognizes them.
+
+use std::collections::HashMap;
 
 /// Label: the pod's name.
 pub const POD_NAME: &str = "io.kubernetes.pod.name";
@@ -20,7 +22,8 @@ pub const TERMINATION_PATH: &str = "io.kubernetes.container.terminationMessagePa
 /// Container annotation: whether the log's end may replace the termination message.
 pub const TERMINATION_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
 
-/// Label on every sandbox and container that the agent creates. The agent never touches others.
+/// Label on every sandbox and container that the agent creates. The agent never touches others, except those
+/// of pods that it has adopted.
 pub const MANAGED_BY: &str = "beelet.dev/managed-by";
 /// The value of [`MANAGED_BY`].
 pub const MANAGED_BY_BEELET: &str = "beelet";
@@ -28,6 +31,9 @@ pub const MANAGED_BY_BEELET: &str = "beelet";
 pub const MANIFEST: &str = "beelet.dev/manifest";
 /// Sandbox annotation: a digest of the pod without the amounts that may change while it runs.
 pub const SHAPE: &str = "beelet.dev/shape";
+/// Annotation of an adopted static pod: the hash that the agent derives from the pod's manifest. The pod
+/// keeps the UID and the hash that a kubelet derived.
+pub const MANIFEST_HASH: &str = "beelet.dev/manifest-hash";
 /// Container annotation: the restart delay before this start, in whole seconds.
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
 /// Container annotation: number of restarts of all containers of the pod before this start.
@@ -56,3 +62,14 @@ pub const ANNOTATION_WAITS_FOR: &str = "beelet.dev/waits-for";
 
 /// Path of the manifest. Sandboxes carry it too: see [`super::Desired::may_remove`].
 pub const ANNOTATION_MANIFEST: &str = "beelet.dev/manifest";
+
+/// Container annotation of a kubelet: the ports of the container's spec, as JSON.
+pub const PORTS: &str = "io.kubernetes.container.ports";
+/// Container annotation of a kubelet: the preStop hook of the container's spec, as JSON.
+pub const PRE_STOP: &str = "io.kubernetes.container.preStopHandler";
+
+/// Returns true if these are the labels of a sandbox or container that the agent created.
+#[must_use]
+pub fn is_own(labels: &HashMap<String, String>) -> bool {
+    labels.get(MANAGED_BY).is_some_and(|by| by == MANAGED_BY_BEELET)
+}

@@ -1,7 +1,6 @@
 //! Values derived from a pod's spec alone, and the folders and names that all parts use for a pod.
 
 use std::{
-    collections::HashMap,
     fmt, io,
     net::IpAddr,
     path::{Path, PathBuf},
@@ -15,7 +14,7 @@ use beelet_units::{bounds, quantity::Quantity};
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 
-use crate::{labels, status::runtime_id, table::PodName};
+use crate::{status::runtime_id, table::PodName};
 
 /// Finds the container or init container of this name.
 pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Container> {
@@ -243,18 +242,6 @@ pub struct ImageUser {
     pub uid: Option<i64>,
     /// Name of the user, if it has no number.
     pub name: String,
-}
-
-/// Returns the labels of all sandboxes and containers that beelet creates.
-pub fn managed() -> HashMap<String, String> {
-    HashMap::from([(labels::MANAGED_BY.to_owned(), labels::MANAGED_BY_BEELET.to_owned())])
-}
-
-/// Returns the labels of all sandboxes and containers of a pod.
-pub fn selector(uid: &str) -> HashMap<String, String> {
-    let mut selector = managed();
-    selector.insert(labels::POD_UID.to_owned(), uid.to_owned());
-    selector
 }
 
 /// Returns true if the text is an IP address.

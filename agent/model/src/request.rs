@@ -146,6 +146,15 @@ pub struct RuntimePod {
     /// Source of the pod.
     #[serde(default)]
     pub origin: Origin,
+    /// Hash that the agent derives from the manifest of an adopted static pod ([`MANIFEST_HASH`]).
+    ///
+    /// [`MANIFEST_HASH`]: crate::labels::MANIFEST_HASH
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest_hash: Option<String>,
+    /// Creation time, in nanoseconds since the epoch, of the newest sandbox of an adopted pod, if a kubelet
+    /// created the sandbox.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adopted: Option<i64>,
 }
 
 impl RuntimePod {
@@ -153,9 +162,15 @@ impl RuntimePod {
     /// removed with the pod: a name that leads out of its place was never ours.
     #[must_use]
     pub fn is_sound(&self, uid: &str) -> bool {
-        let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);
-        [uid, &self.name.namespace, &self.name.name].into_iter().all(is_name)
+        is_sound(&self.name, uid)
     }
+}
+
+/// Returns true if this name and this UID can name folders.
+#[must_use]
+pub fn is_sound(name: &PodName, uid: &str) -> bool {
+    let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);
+    [uid, &name.namespace, &name.name].into_iter().all(is_name)
 }
 
 /// A probe's new state for one container instance.

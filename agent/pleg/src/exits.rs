@@ -33,7 +33,6 @@ use beelet_bpf::OomKill;
 use beelet_cgroups::{Cgroups, search};
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
-    pod::managed,
     processes::{Process, Shared},
     request::{OomUpdate, Request},
     status::OomFacts,
@@ -282,8 +281,7 @@ impl Exits {
         let mut ended: Vec<&String> = self.pending.keys().collect();
         let mut found = BTreeMap::new();
         if self.pending.len() > ONE_BY_ONE {
-            let filter = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
-            let listed = runtime.containers.list(Some(filter)).await?;
+            let listed = runtime.containers.ours().await?;
             let states: HashMap<&str, i32> = listed.iter().map(|c| (c.id.as_str(), c.state)).collect();
             let gone = ended.iter().filter(|id| !states.contains_key(id.as_str()));
             found.extend(gone.map(|id| ((*id).clone(), None)));

@@ -29,7 +29,7 @@ use beelet_cri::{Error, Runtime};
 use beelet_model::{
     labels::{self, ANNOTATION_HASH},
     origin::Origin,
-    pod::{USUAL_GRACE_SECONDS, managed},
+    pod::USUAL_GRACE_SECONDS,
     request::{Listed, Request, RuntimePod, RuntimePods},
     table::PodName,
 };
@@ -230,15 +230,8 @@ impl Relist {
     /// Lists sandboxes and containers, and compares them with the last list.
     async fn list(&mut self) -> Result<RuntimePods, Error> {
         let began = Instant::now();
-        let ours = managed();
-        let (sandboxes, containers) = tokio::try_join!(
-            self.runtime
-                .sandboxes
-                .list(Some(cri::PodSandboxFilter { label_selector: ours.clone(), ..Default::default() })),
-            self.runtime
-                .containers
-                .list(Some(cri::ContainerFilter { label_selector: ours.clone(), ..Default::default() })),
-        )?;
+        let (sandboxes, containers) =
+            tokio::try_join!(self.runtime.sandboxes.ours(), self.runtime.containers.ours())?;
         self.metrics.duration.observe(began.elapsed().as_secs_f64());
         let (pods, seen) = group(&sandboxes, &containers);
         let before = self.seen.take().unwrap_or_default();
@@ -255,18 +248,27 @@ fn group(
     containers: &[cri::Container],
 ) -> (BTreeMap<String, RuntimePod>, Seen) {
     let mut pods = BTreeMap::new();
+    let mut newest = BTreeMap::new();
     let mut seen = Seen::new();
     let uid = |labels: &std::collections::HashMap<String, String>| labels.get(labels::POD_UID).cloned();
     for sandbox in sandboxes {
         let pod = pod_of(&sandbox.labels, &sandbox.annotations);
         let Some(uid) = uid(&sandbox.labels).filter(|uid| pod.is_sound(uid)) else { continue };
         seen.entry(uid.clone()).or_default().insert((sandbox.id.clone(), sandbox.state));
-        pods.insert(uid, pod);
+        let adopted = (!labels::is_own(&sandbox.labels)).then_some(sandbox.created_at);
+        // The newest of several sandboxes describes the pod.
+        if newest.get(&uid).is_none_or(|newest| *newest <= sandbox.created_at) {
+            newest.insert(uid.clone(), sandbox.created_at);
+            pods.insert(uid, RuntimePod { adopted, ..pod });
+        }
     }
     for container in containers {
         let pod = pod_of(&container.labels, &container.annotations);
         let Some(uid) = uid(&container.labels).filter(|uid| pod.is_sound(uid)) else { continue };
         seen.entry(uid.clone()).or_default().insert((container.id.clone(), container.state));
+        // Only the containers of a kubelet have the grace period.
+        let known = pods.get_mut(&uid).filter(|known: &&mut RuntimePod| known.adopted.is_some());
+        known.into_iter().for_each(|known| known.grace = pod.grace);
         // A container without its sandbox still belongs to a pod that must be cleaned up.
         pods.entry(uid).or_insert(pod);
     }
@@ -307,6 +309,8 @@ fn pod_of(
         hash: annotations.get(ANNOTATION_HASH).cloned(),
         shape: annotations.get(labels::SHAPE).cloned(),
         origin: Origin::of_annotation(annotations.get(labels::ANNOTATION_SOURCE).map(String::as_str)),
+        manifest_hash: annotations.get(labels::MANIFEST_HASH).cloned(),
+        adopted: None,
     }
 }
 

@@ -6,6 +6,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
     sync::Arc,
 };
 
@@ -28,6 +29,7 @@ use beelet_model::{
 };
 
 mod active;
+mod adopted;
 mod assigned;
 mod debugging;
 mod deleting;
@@ -82,6 +84,9 @@ pub struct Dependencies {
     pub stop_pods_on_exit: bool,
     /// Set once the table has all running pods.
     pub complete: Complete,
+    /// Times of the last change of manifests, by path, in nanoseconds since the epoch, as of the agent's
+    /// start. Empty unless the agent has adopted pods.
+    pub manifest_changes: BTreeMap<PathBuf, i64>,
 }
 
 /// Owns every pod's desired and observed state; runs as one task.
@@ -91,6 +96,8 @@ pub struct Manager {
     requests: mpsc::Receiver<Request>,
     complete: Complete,
     stop_pods_on_exit: bool,
+    /// See [`Dependencies::manifest_changes`].
+    manifest_changes: BTreeMap<PathBuf, i64>,
     /// Services of the workers.
     services: Arc<Services>,
     pods: Pods,
@@ -137,6 +144,7 @@ impl Manager {
             desired,
             requests,
             complete: dependencies.complete,
+            manifest_changes: dependencies.manifest_changes,
             stop_pods_on_exit: dependencies.stop_pods_on_exit,
             services: Arc::new(Services::new(&pods.deps)),
             runtime: None,

@@ -456,6 +456,8 @@ mod tests {
             hash: None,
             shape: None,
             origin: Origin::File,
+            manifest_hash: None,
+            adopted: None,
         };
         PodRecord {
             status: serde_json::from_value(status).unwrap(),

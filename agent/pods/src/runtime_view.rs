@@ -1,7 +1,6 @@
 //! Observation of one pod in the runtime, queried for each observation. Immutable details (an exit code, a
 //! sandbox's addresses) are queried once.
 
-use beelet_model::pod::selector;
 use beelet_model::status::timestamp;
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -206,14 +205,9 @@ impl Observer {
     }
 
     async fn list(&self) -> Result<Listed, Error> {
-        let of_pod = selector(&self.uid);
         let (sandboxes, containers) = tokio::try_join!(
-            self.runtime
-                .sandboxes
-                .list(Some(cri::PodSandboxFilter { label_selector: of_pod.clone(), ..Default::default() })),
-            self.runtime
-                .containers
-                .list(Some(cri::ContainerFilter { label_selector: of_pod.clone(), ..Default::default() })),
+            self.runtime.sandboxes.of_pod(&self.uid),
+            self.runtime.containers.of_pod(&self.uid),
         )?;
         Ok(Listed { sandboxes, containers })
     }

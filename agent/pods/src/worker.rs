@@ -235,7 +235,7 @@ impl Worker {
     fn update_plan(&mut self, pod: &Arc<core::Pod>) {
         let (of_image, of_any) = definition::renewed(&self.plan.pod, pod);
         self.starts.forget(|name| of_image.iter().any(|changed| changed == name));
-        self.history.renew(of_any);
+        self.history.renew(of_image, of_any);
         self.plan = self.services.planner.plan(Arc::clone(pod));
     }
 

@@ -11,6 +11,8 @@ pub mod admission;
 pub mod devices;
 pub mod dra;
 pub mod eviction;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod handover;
 pub mod images;
 pub mod node;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]

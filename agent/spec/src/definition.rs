@@ -1,18 +1,25 @@
 //! Properties of a container that cannot change while it runs: another image needs another container, and so
 //! do other amounts if its resizePolicy requires a restart. The kubelet compares only the name and the image
 //! (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this module: other changes that an API
-//! server allows while a pod runs do not affect its containers.
+//! server allows while a pod runs do not affect its containers. The digest is the kubelet's too, so that a
+//! kubelet that takes over restarts nothing.
 
 use std::fmt::Write as _;
 
-use beelet_model::labels::{AMOUNTS, CONTAINER_HASH};
+use beelet_model::labels::{AMOUNTS, CONTAINER_HASH, is_own};
+use beelet_policy::handover;
 use beelet_proto::cri;
 use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1::{Container, ContainerResizePolicy, Pod, ResourceRequirements};
 use sha2::{Digest, Sha256};
 
-/// Returns a digest of a container's definition.
+/// Returns a digest of a container's definition, the kubelet's since Kubernetes 1.31.
 pub fn digest(spec: &Container) -> String {
+    handover::container_hash_of(&spec.name, spec.image.as_deref().unwrap_or_default())
+}
+
+/// Returns the digest that versions of the agent before the hand-over wrote.
+fn former_digest(spec: &Container) -> String {
     let image = spec.image.as_deref().unwrap_or_default();
     let digest = Sha256::new().chain_update(&spec.name).chain_update([0]).chain_update(image).finalize();
     digest[..8].iter().fold(String::with_capacity(16), |mut text, byte| {
@@ -25,7 +32,34 @@ pub fn digest(spec: &Container) -> String {
 /// Returns true if a container was created from another definition than `spec`. Containers from older
 /// versions have no digest.
 pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
-    made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
+    let Some(noted) = made.annotations.get(CONTAINER_HASH).filter(|noted| **noted != digest(spec)) else {
+        return false;
+    };
+    if is_own(&made.labels) {
+        return *noted != former_digest(spec);
+    }
+    // A kubelet before 1.31 wrote a digest of the whole container, which says nothing. A newer one wrote a
+    // digest that follows from an image that the runtime reports.
+    let reported = made.image.as_ref().map(|image| [&image.user_specified_image, &image.image]);
+    let mut reported =
+        reported.into_iter().flatten().filter(|image| !image.is_empty()).flat_map(|image| short_forms(image));
+    reported.any(|image| *noted == handover::container_hash_of(&spec.name, image))
+}
+
+/// Returns true if the digest of a container says nothing about its definition: another agent wrote it, in a
+/// format of its own.
+pub fn is_unjudged(spec: &Container, made: &cri::ContainerStatus) -> bool {
+    let noted = made.annotations.get(CONTAINER_HASH);
+    !is_own(&made.labels) && noted.is_some_and(|noted| *noted != digest(spec))
+}
+
+/// Returns the texts of a spec that a runtime may report as this name of an image.
+fn short_forms(image: &str) -> impl Iterator<Item = &str> {
+    let hub = image.strip_prefix("docker.io/");
+    let official = hub.and_then(|rest| rest.strip_prefix("library/"));
+    let full = [Some(image), hub, official];
+    let untagged = full.map(|name| name.and_then(|name| name.strip_suffix(":latest")));
+    full.into_iter().chain(untagged).flatten()
 }
 
 /// Returns the containers whose delays after failures end with the change from `before` to `now`: the first
@@ -97,6 +131,7 @@ fn fixed(policies: &[ContainerResizePolicy], resources: Option<&ResourceRequirem
 
 #[cfg(test)]
 mod tests {
+    use beelet_model::labels::{MANAGED_BY, MANAGED_BY_BEELET};
     use serde_json::{Value, json};
 
     use super::*;
@@ -106,12 +141,47 @@ mod tests {
         let container = |value: Value| serde_json::from_value::<Container>(value).unwrap();
         let first = container(json!({"name": "a", "image": "x:1"}));
         let annotations = [(CONTAINER_HASH.to_owned(), digest(&first))].into();
-        let made = cri::ContainerStatus { annotations, ..Default::default() };
+        let labels = [(MANAGED_BY.to_owned(), MANAGED_BY_BEELET.to_owned())].into();
+        let made = cri::ContainerStatus { annotations, labels, ..Default::default() };
         let check = |value: Value, expected| assert_eq!(is_redefined(&container(value), &made), expected);
         check(json!({"name": "a", "image": "x:1"}), false);
         check(json!({"name": "a", "image": "x:1", "resources": {"limits": {"cpu": "1"}}}), false);
         check(json!({"name": "a", "image": "x:2"}), true);
         assert!(!is_redefined(&first, &cri::ContainerStatus::default()));
+    }
+
+    #[test]
+    fn digests_of_earlier_versions_and_of_kubelets_are_recognized() {
+        let container = |image: &str| -> Container {
+            serde_json::from_value(json!({"name": "a", "image": image})).unwrap()
+        };
+        let check = |own: bool, hash: &str, reported: &str, expected: (bool, bool)| {
+            let labels = own.then(|| (MANAGED_BY.to_owned(), MANAGED_BY_BEELET.to_owned()));
+            let made = cri::ContainerStatus {
+                annotations: [(CONTAINER_HASH.to_owned(), hash.to_owned())].into(),
+                labels: labels.into_iter().collect(),
+                image: Some(cri::ImageSpec { image: reported.to_owned(), ..Default::default() }),
+                ..Default::default()
+            };
+            let spec = container("x:1");
+            assert_eq!(
+                (is_redefined(&spec, &made), is_unjudged(&spec, &made)),
+                expected,
+                "{own} {hash} {reported}"
+            );
+        };
+        let (now, other) = (digest(&container("x:1")), digest(&container("x:2")));
+        let reported = "docker.io/library/x:1";
+        check(true, &now, reported, (false, false));
+        check(true, &former_digest(&container("x:1")), reported, (false, false));
+        check(true, &former_digest(&container("x:2")), reported, (true, false));
+        check(true, &other, reported, (true, false));
+        check(false, &now, reported, (false, false));
+        check(false, &other, "docker.io/library/x:2", (true, true));
+        // A kubelet before 1.31 digested the whole container.
+        check(false, "1f3c", reported, (false, true));
+        check(false, "1f3c", "docker.io/library/x:2", (false, true));
+        check(false, &digest(&container("x")), "docker.io/library/x:latest", (true, true));
     }
 
     fn sized(cpu: &str, memory: &str) -> Container {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use beelet_model::{
-    labels::{ANNOTATION_HASH, ANNOTATION_SEEN},
+    labels::{ANNOTATION_HASH, ANNOTATION_SEEN, MANIFEST_HASH},
     status::runtime_id,
 };
 
@@ -175,7 +175,8 @@ pub fn shape(pod: &Pod) -> String {
     rest.metadata.deletion_grace_period_seconds = None;
     if let Some(annotations) = &mut rest.metadata.annotations {
         annotations.retain(|key, _| {
-            key != ANNOTATION_HASH && key != ANNOTATION_SEEN && !settings::is_of_probes(key)
+            ![ANNOTATION_HASH, ANNOTATION_SEEN, MANIFEST_HASH].contains(&key.as_str())
+                && !settings::is_of_probes(key)
         });
         if annotations.is_empty() {
             rest.metadata.annotations = None;

@@ -9,8 +9,7 @@ use tracing::warn;
 use super::services::Services;
 use beelet_base::blocking::spawn_blocking;
 use beelet_devices::{Active, Devices, Parts, Settings, Tasks, remnants};
-use beelet_model::{pod::managed, request::Request};
-use beelet_proto::cri;
+use beelet_model::request::Request;
 
 /// Opens the devices as an earlier agent or a kubelet left them. Returns them with the tasks that serve them.
 pub(super) async fn open(
@@ -24,8 +23,7 @@ pub(super) async fn open(
         ..Settings::new(config.beelet.kubelet_dir.clone())
     };
     // Always list them: a damaged checkpoint shows only when it is read.
-    let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
-    let containers = services.runtime.containers.list(Some(ours)).await;
+    let containers = services.runtime.containers.ours().await;
     let containers = containers.unwrap_or_else(|error| {
         warn!(%error, "cannot list the runtime's containers; a lost device checkpoint cannot be rebuilt");
         Vec::new()

@@ -1,7 +1,7 @@
 //! `beelet run`: starts the parts of a node that runs pods, in order. The servers start first, so that
 //! clients can see the node's state; all other parts are built once the container runtime answers.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use tokio::sync::{mpsc, watch};
@@ -32,6 +32,7 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
+use beelet_handover::{adoption, manifest_changes};
 use beelet_model::{desired::Desired, pod::NodeFacts, processes::Shared as Processes};
 use beelet_pinning::Pinning;
 use beelet_pods::{
@@ -40,6 +41,7 @@ use beelet_pods::{
     records::{Records, WrittenRecords},
     user_namespaces::UserNamespaces,
 };
+use beelet_policy::handover;
 use beelet_probes::Probes;
 use beelet_shutdown::Shutdown;
 use beelet_state::State;
@@ -57,6 +59,8 @@ struct Inputs {
     ends: Ends,
     sources: Vec<watch::Receiver<Arc<Desired>>>,
     attached: Vec<Attached>,
+    /// See [`manager::Dependencies::manifest_changes`].
+    manifest_changes: BTreeMap<PathBuf, i64>,
 }
 
 impl Builder {
@@ -83,12 +87,13 @@ impl Builder {
         servers::start(&mut frame, &services, &late, &cgroups, (reviewers, verbosity)).await?;
         let ownership = ownership.map(Arc::new);
         start_keepers(&mut frame, &services, ownership.clone());
-        let inputs = Inputs { ends, sources, attached };
         let ran = async {
             let Some(version) = frame.wait_for(&services.runtime).await? else { return Ok(()) };
             if let Some(ownership) = &ownership {
                 refuse_others(ownership, &services).await?;
             }
+            let manifest_changes = adopt(&services, ownership.is_some(), !sources.is_empty()).await?;
+            let inputs = Inputs { ends, sources, attached, manifest_changes };
             let node = Node::open(services, late, cgroups, version).await?;
             run_parts(node, inputs, &frame.failures, shutdown).await
         };
@@ -176,6 +181,23 @@ async fn refuse_others(ownership: &Ownership, services: &Services) -> Result<()>
     Ok(())
 }
 
+/// Adopts the pods of a kubelet, if requested. Returns the times of the last change of the manifests if any
+/// pod is adopted. `look` is true to search for a kubelet's pods without a request.
+async fn adopt(services: &Services, look: bool, api: bool) -> Result<BTreeMap<PathBuf, i64>> {
+    let config = &services.config;
+    let sources = handover::Sources { api, manifests: config.static_pod_path.is_some() };
+    let how = (config.beelet.adopt_kubelet_pods, look);
+    let adopted = adoption::adopt(&services.runtime, &services.state, how, sources).await?;
+    if adopted.new > 0 {
+        let message = format!("Took over {} pods that a kubelet had started", adopted.new);
+        services.node_events().normal("PodsAdopted", &message);
+    }
+    match config.static_pod_path.clone().filter(|_| !adopted.pods.is_empty()) {
+        Some(at) => Ok(blocking("looking at the manifests", move || manifest_changes(&at)).await),
+        None => Ok(BTreeMap::new()),
+    }
+}
+
 /// Connects the parts of `node` and runs them until `shutdown`.
 async fn run_parts(
     node: Node,
@@ -233,6 +255,7 @@ async fn run_parts(
         active: active_out,
         stop_pods_on_exit: services.config.beelet.stop_pods_on_exit,
         complete: Arc::clone(&services.complete),
+        manifest_changes: inputs.manifest_changes,
     });
     for (name, part) in device_tasks.named(&working) {
         tasks.spawn(name, part);

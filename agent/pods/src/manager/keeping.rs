@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1 as core;
 
-use super::managed::{Managed, hash_of, manifest_of};
+use super::managed::{Managed, hash_of, manifest_hash_of, manifest_of};
 use beelet_model::{origin::Origin, request::RuntimePod, table::PodName};
 use beelet_policy::admission::outline;
 use beelet_spec::resize;
@@ -30,5 +30,7 @@ pub(super) fn runtime_pod(pod: &core::Pod) -> RuntimePod {
         hash: hash_of(pod),
         shape: Some(resize::shape(pod)),
         origin: Origin::of(pod),
+        manifest_hash: manifest_hash_of(pod),
+        adopted: None,
     }
 }

@@ -192,3 +192,8 @@ pub(super) fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {
 pub(super) fn hash_of(pod: &core::Pod) -> Option<String> {
     pod.metadata.annotations.as_ref()?.get(ANNOTATION_HASH).cloned()
 }
+
+/// Returns the hash that the agent derives from the manifest of an adopted static pod.
+pub(super) fn manifest_hash_of(pod: &core::Pod) -> Option<String> {
+    pod.metadata.annotations.as_ref()?.get(beelet_model::labels::MANIFEST_HASH).cloned()
+}

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
     sync::Arc,
 };
 
@@ -24,7 +25,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use super::{
-    Manager, assigned, debugging, deleting,
+    Manager, adopted, assigned, debugging, deleting,
     deletion::Deletion,
     failing,
     keeping::runtime_pod,
@@ -49,7 +50,7 @@ impl Manager {
         self.notify_of_objects(&desired);
         // Before the first relist a running pod would appear to be stopped.
         let Some(in_runtime) = self.runtime.clone() else { return };
-        let wanted = identified(&self.pods, &desired, &in_runtime);
+        let wanted = identified(&self.pods, &desired, &in_runtime, &self.manifest_changes);
         for uid in self.pods.by_uid.keys().cloned().collect::<Vec<_>>() {
             keep_or_terminate(&mut self.pods, &uid, wanted.get(&uid), &desired);
         }
@@ -62,9 +63,12 @@ impl Manager {
                 Origin::of(pod).is_api()
                     || orphan.hash.is_none()
                     || orphan.hash == hash_of(pod)
-                    || orphan.shape == Some(resize::shape(pod))
+                    || adopted::shape_of(&self.pods, uid, orphan) == Some(resize::shape(pod))
             });
-            let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
+            // The sandbox of a kubelet's static pod does not name the manifest.
+            let may_be_unread = orphan.adopted.is_some() && !desired.unreadable.is_empty();
+            let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref())
+                && (orphan.origin.is_api() || !may_be_unread);
             // A termination that an earlier agent began continues, regardless of the desired pods.
             let is_leaving = self.pods.records.is_leaving(uid);
             if self.pods.by_uid.contains_key(uid) || !is_leaving && (is_wanted || !may_remove) {
@@ -167,10 +171,15 @@ impl Manager {
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = failing::remembered(&self.pods.records, &uid, Origin::of(&pod));
+        let is_new_here = record.is_none();
         let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
         kept.abandoned &= terminate;
         let is_static = !Origin::of(&pod).is_api();
         kept.leaving = (terminate && is_static).then(|| kept.leaving.unwrap_or_default());
+        let in_runtime = self.runtime.as_ref().and_then(|runtime| runtime.get(&uid));
+        if is_new_here && in_runtime.is_some_and(|seen| seen.adopted.is_some()) {
+            resuming::adopt_status(&mut kept, &pod);
+        }
         let left = self.left.remove(&uid);
         let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
         let wanted = debugging::with_debuggers(pod, &kept.debuggers);
@@ -236,16 +245,24 @@ impl Manager {
 }
 
 /// Returns the desired pods by UID. A desired pod that differs from a present pod only in probes, and in
-/// amounts that can be resized in place, gets the UID of the present pod.
+/// amounts that can be resized in place, gets the UID of the present pod. So does the pod of an unchanged
+/// manifest that a kubelet has started.
 fn identified(
     pods: &Pods,
     desired: &Desired,
     in_runtime: &BTreeMap<String, RuntimePod>,
+    manifest_changes: &BTreeMap<PathBuf, i64>,
 ) -> BTreeMap<String, Arc<core::Pod>> {
     let identify = |pod: &Arc<core::Pod>| {
         let uid = pod.metadata.uid.clone()?;
         let is_known = pods.by_uid.contains_key(&uid) || in_runtime.contains_key(&uid);
-        if is_known || Origin::of(pod).is_api() {
+        if Origin::of(pod).is_api() || is_known && !adopted::is_adopted(pods, in_runtime, &uid) {
+            return Some((uid, Arc::clone(pod)));
+        }
+        if let Some((known, adopted)) = adopted::of_manifest(pods, in_runtime, manifest_changes, pod) {
+            return Some((known, Arc::new(adopted)));
+        }
+        if is_known {
             return Some((uid, Arc::clone(pod)));
         }
         let (name, shape) = (PodName::of(pod), resize::shape(pod));
@@ -253,8 +270,10 @@ fn identified(
         let running = managed.find(|(_, m)| resize::shape(&m.pod) == shape).map(|(uid, _)| uid);
         let mut seen = in_runtime.iter().filter(|(uid, _)| !pods.by_uid.contains_key(*uid));
         let known = running.or_else(|| {
-            seen.find(|(_, seen)| seen.name == name && seen.shape.as_ref() == Some(&shape))
-                .map(|(uid, _)| uid)
+            seen.find(|(uid, seen)| {
+                seen.name == name && adopted::shape_of(pods, uid, seen).as_ref() == Some(&shape)
+            })
+            .map(|(uid, _)| uid)
         });
         let Some(known) = known else { return Some((uid, Arc::clone(pod))) };
         let mut resized = (**pod).clone();

@@ -12,7 +12,10 @@ use crate::{
     runtime_view::Network,
     worker::{Control, Terminate},
 };
-use beelet_model::status::has_ended;
+use beelet_model::{
+    pod::container_of,
+    status::{ProbeFacts, has_ended, runtime_id},
+};
 
 /// Records the restart counts and exit codes of a pod's newest status for the worker, because the runtime may
 /// lose its records. Does not wake the worker.
@@ -58,6 +61,22 @@ pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, 
         (next > 0).then(|| (status.name.clone(), next))
     })
     .collect()
+}
+
+/// Adopts what a kubelet has written about an adopted pod to the API server: its status, and the results
+/// of its probes, so that a container that was ready stays ready.
+pub(super) fn adopt_status(kept: &mut PodRecord, pod: &core::Pod) {
+    let Some(status) = &pod.status else { return };
+    let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+    let known = all.filter(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()));
+    let facts = known.filter_map(|status| {
+        let spec = container_of(pod, &status.name)?;
+        let ready = spec.readiness_probe.is_some().then_some(status.ready);
+        let started = status.started.filter(|started| *started && spec.startup_probe.is_some());
+        Some((runtime_id(status)?.to_owned(), ProbeFacts { ready, started }))
+    });
+    kept.probes = facts.collect();
+    kept.status = Some(Arc::new(status.clone()));
 }
 
 /// Returns the network of a pod's sandbox from an earlier agent's record, or None if it is unknown.
@@ -109,6 +128,36 @@ mod tests {
         };
         let all: Vec<Value> = states.iter().map(of).collect();
         serde_json::from_value(json!({ "containerStatuses": all })).unwrap()
+    }
+
+    #[test]
+    fn a_container_that_was_ready_under_a_kubelet_is_ready_at_once() {
+        let probe = json!({"exec": {"command": ["true"]}});
+        let running = |name: &str, id: &str, ready: bool| {
+            json!({"name": name, "image": "", "imageID": "", "ready": ready, "started": true, "restartCount": 2,
+                "containerID": id, "state": {"running": {}}})
+        };
+        let mut done = running("done", "c://4", true);
+        done["state"] = json!({"terminated": {"exitCode": 0}});
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web"},
+            "spec": {"containers": [
+                {"name": "ready", "readinessProbe": probe, "startupProbe": probe},
+                {"name": "not", "readinessProbe": probe}, {"name": "plain"}, {"name": "done"},
+            ]},
+            "status": {"phase": "Running", "containerStatuses": [
+                running("ready", "c://1", true), running("not", "c://2", false), running("plain", "c://3", true),
+                done,
+            ]},
+        }))
+        .unwrap();
+        let mut kept = PodRecord::new(crate::manager::keeping::runtime_pod(&pod));
+        adopt_status(&mut kept, &pod);
+        let facts = |ready, started| ProbeFacts { ready, started };
+        let expected =
+            [("1", facts(Some(true), Some(true))), ("2", facts(Some(false), None)), ("3", facts(None, None))];
+        assert_eq!(kept.probes, expected.map(|(id, facts)| (id.to_owned(), facts)).into());
+        assert_eq!(next_counts(kept.status.as_deref())["ready"], 3);
     }
 
     #[test]

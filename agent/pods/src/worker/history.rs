@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use beelet_model::status::whole_second;
+use beelet_model::{labels::is_own, status::whole_second};
 use beelet_policy::pod::{self, KillReason, Verdicts};
 use beelet_proto::cri;
 use beelet_spec::definition;
@@ -26,6 +26,8 @@ pub(super) struct History {
     outdated: BTreeMap<String, KillReason>,
     /// Names of containers whose image or resources have changed since the last observation.
     renewed: BTreeSet<String>,
+    /// Names of containers whose image has changed while this worker ran.
+    other_image: BTreeSet<String>,
     /// The last instances before a change of image or resources. Their crashes do not delay the next
     /// instance.
     previous_instances: BTreeSet<String>,
@@ -46,9 +48,10 @@ impl History {
         &self.hooked
     }
 
-    /// Records the names of containers whose image or resources have changed.
-    pub(super) fn renew(&mut self, names: impl IntoIterator<Item = String>) {
-        self.renewed.extend(names);
+    /// Records the names of containers whose image has changed, and of those whose image or resources have.
+    pub(super) fn renew(&mut self, of_image: Vec<String>, of_any: Vec<String>) {
+        self.other_image.extend(of_image);
+        self.renewed.extend(of_any);
     }
 
     /// Records that a container was started.
@@ -76,6 +79,7 @@ impl History {
         self.hooked.retain(|id| seen.containers.contains_key(id));
         self.stopped.retain(|id, _| seen.containers.contains_key(id));
         self.failed_hooks.retain(|id| seen.containers.contains_key(id));
+        self.hooked.extend(started_by_kubelet(seen));
         let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
         verdicts.condemned.retain(|id, reason| !reason.is_of_probe() || self.may_be_for(id, seen));
         let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
@@ -107,7 +111,10 @@ impl History {
         for (container, is_lasting) in inits.chain(mains) {
             let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
             let Some(made) = made.filter(|made| seen.is_running(&made.id)) else { continue };
-            if is_lasting && definition::is_redefined(container, made) {
+            // Another agent's digest may say nothing; then only a change that this worker sees counts.
+            let is_changed = definition::is_redefined(container, made)
+                || self.other_image.contains(&container.name) && definition::is_unjudged(container, made);
+            if is_lasting && is_changed {
                 self.outdated.insert(made.id.clone(), KillReason::Redefined);
             } else if definition::is_resized(container, made) {
                 self.outdated.insert(made.id.clone(), KillReason::Resized);
@@ -161,6 +168,13 @@ impl History {
         let before = std::mem::replace(&mut self.alive, running.collect());
         before.iter().filter_map(|id| seen.containers.get(id)).collect()
     }
+}
+
+/// Returns the running containers that a kubelet started. A kubelet runs the postStart hook before it looks
+/// at the pod again, and never runs the hook of a running container a second time.
+fn started_by_kubelet(seen: &Observation) -> impl Iterator<Item = String> {
+    let of_kubelet = seen.containers.iter().filter(|(id, made)| !is_own(&made.labels) && seen.is_running(id));
+    of_kubelet.map(|(id, _)| id.clone())
 }
 
 /// Returns the init and main containers of a pod.

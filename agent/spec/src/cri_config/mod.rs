@@ -10,6 +10,7 @@ pub use security::{MASKED_PATHS, READONLY_PATHS};
 
 use std::{collections::HashMap, time::Duration};
 
+use beelet_codec::data::to_json;
 use beelet_policy::resources::cgroups::{self as values, ContainerResources};
 use beelet_proto::cri;
 use beelet_units::quantity::Quantity;
@@ -155,6 +156,7 @@ pub fn container(
         (labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string()),
     ]);
     annotations.extend(definition::amounts(spec).map(|amounts| (labels::AMOUNTS.to_owned(), amounts)));
+    annotations.extend(for_kubelets(spec));
     Ok(cri::ContainerConfig {
         metadata: Some(cri::ContainerMetadata { name: spec.name.clone(), attempt: facts.attempt }),
         image: Some(cri::ImageSpec {
@@ -180,6 +182,15 @@ pub fn container(
         }),
         ..Default::default()
     })
+}
+
+/// Returns the annotations from which a kubelet restores a container of a pod that it no longer knows: the
+/// ports and the preStop hook.
+fn for_kubelets(spec: &core::Container) -> impl Iterator<Item = (String, String)> {
+    let ports = spec.ports.as_ref().filter(|ports| !ports.is_empty()).and_then(|ports| to_json(ports).ok());
+    let pre_stop = spec.lifecycle.as_ref().and_then(|lifecycle| to_json(lifecycle.pre_stop.as_ref()?).ok());
+    let named = |name: &str, text: Option<String>| text.map(|text| (name.to_owned(), text));
+    [named(labels::PORTS, ports), named(labels::PRE_STOP, pre_stop)].into_iter().flatten()
 }
 
 /// Converts the decided cgroup values to CRI.

@@ -18,6 +18,7 @@ mod exits;
 mod failing;
 mod faults;
 mod garbage;
+mod handover;
 mod hooks;
 mod images;
 mod kills;

@@ -1,7 +1,6 @@
 //! Connections to ports of pods through the runtime's streaming server.
 
 use beelet_cri::{Runtime, forward};
-use beelet_model::pod::selector;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::port_input::Input;
 use beelet_proto::cri;
@@ -50,8 +49,7 @@ impl Service {
 
 /// Returns the newest ready sandbox of a pod.
 async fn sandbox(runtime: &Runtime, uid: &str) -> Result<Option<String>, Status> {
-    let filter = cri::PodSandboxFilter { label_selector: selector(uid), ..Default::default() };
-    let sandboxes = runtime.sandboxes.list(Some(filter)).await;
+    let sandboxes = runtime.sandboxes.of_pod(uid).await;
     let sandboxes = sandboxes.map_err(|error| Status::unavailable(error.to_string()))?;
     let ready = cri::PodSandboxState::SandboxReady as i32;
     let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);

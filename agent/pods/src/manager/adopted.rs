@@ -1,0 +1,75 @@
+//! Static pods that a kubelet started. A kubelet derives their UIDs from its in-memory form of the manifest,
+//! which the agent cannot compute: the agent recognizes the pod by its name and by the age of the manifest,
+//! and from then on by the hash that the agent itself derives.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use beelet_model::{
+    labels::{ANNOTATION_HASH, MANIFEST_HASH},
+    request::RuntimePod,
+    table::PodName,
+};
+use beelet_policy::handover::is_same_manifest;
+use k8s_openapi::api::core::v1 as core;
+
+use super::{
+    managed::{hash_of, manifest_hash_of, manifest_of},
+    pods::Pods,
+};
+
+/// Returns true if a kubelet may have started the pod with this UID.
+pub(super) fn is_adopted(pods: &Pods, in_runtime: &BTreeMap<String, RuntimePod>, uid: &str) -> bool {
+    in_runtime.get(uid).is_some_and(|seen| seen.adopted.is_some())
+        || pods.by_uid.get(uid).is_some_and(|managed| manifest_hash_of(&managed.pod).is_some())
+}
+
+/// Returns the adopted pod that runs the manifest of the desired `pod`: with the UID and the hash of the
+/// adopted pod, so that its mirror stays valid too.
+pub(super) fn of_manifest(
+    pods: &Pods,
+    in_runtime: &BTreeMap<String, RuntimePod>,
+    changes: &BTreeMap<PathBuf, i64>,
+    pod: &core::Pod,
+) -> Option<(String, core::Pod)> {
+    let (name, hash) = (PodName::of(pod), hash_of(pod)?);
+    let mut managed = pods.by_uid.iter().filter(|(_, managed)| managed.name == name);
+    let known = managed.find(|(_, managed)| manifest_hash_of(&managed.pod).as_ref() == Some(&hash));
+    if let Some((known, managed)) = known {
+        return Some((known.clone(), identified_as(pod, hash, known, hash_of(&managed.pod))));
+    }
+    let mut seen = in_runtime.iter().filter(|(other, seen)| {
+        seen.name == name && !seen.origin.is_api() && !pods.by_uid.contains_key(*other)
+    });
+    let (known, seen) = seen.find(|(known, seen)| {
+        let recorded = pods.records.get(known).and_then(|record| record.origin.manifest_hash);
+        match recorded.as_ref().or(seen.manifest_hash.as_ref()) {
+            Some(recorded) => *recorded == hash,
+            None => seen.adopted.is_some_and(|created| is_unchanged(changes, manifest_of(pod), created)),
+        }
+    })?;
+    Some((known.clone(), identified_as(pod, hash, known, seen.hash.clone())))
+}
+
+fn is_unchanged(changes: &BTreeMap<PathBuf, i64>, manifest: Option<PathBuf>, created: i64) -> bool {
+    let changed = |manifest: &Path| changes.get(manifest).copied();
+    is_same_manifest(manifest.as_deref().and_then(changed), created)
+}
+
+fn identified_as(pod: &core::Pod, hash: String, known: &str, of_kubelet: Option<String>) -> core::Pod {
+    let mut adopted = pod.clone();
+    adopted.metadata.uid = Some(known.to_owned());
+    let annotations = adopted.metadata.annotations.get_or_insert_default();
+    annotations.insert(MANIFEST_HASH.to_owned(), hash);
+    annotations.extend(of_kubelet.map(|hash| (ANNOTATION_HASH.to_owned(), hash)));
+    adopted
+}
+
+/// Returns the digest of the pod without the parts that may change while it runs: the sandbox has the digest,
+/// or, if a kubelet created the sandbox, the record of the pod.
+pub(super) fn shape_of(pods: &Pods, uid: &str, seen: &RuntimePod) -> Option<String> {
+    let recorded = || pods.records.get(uid)?.origin.shape;
+    seen.shape.clone().or_else(|| seen.adopted.and_then(|_| recorded()))
+}
