@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{kubelet, node::preflight, observe, run};
+use crate::{handover, kubelet, node::preflight, observe, run};
 
 #[cfg(test)]
 mod packaging;
@@ -30,6 +30,8 @@ enum Command {
     Observe(observe::ObserveArgs),
     /// Print the version.
     Version,
+    /// Change the agent of this node between a kubelet and beelet under running pods.
+    Handover(handover::HandoverArgs),
     #[command(flatten)]
     Other(beelet_cli::Command),
 }
@@ -51,6 +53,7 @@ pub fn main() -> ExitCode {
             println!("beelet {VERSION}");
             ExitCode::SUCCESS
         }
+        Command::Handover(args) => handover::run(&args),
         Command::Other(command) => beelet_cli::run(command, Cli::command(), preflight::refusals),
     }
 }
@@ -92,7 +95,14 @@ mod tests {
         let mut command = Cli::command();
         command.build();
         beelet_cli::manual::pages(&command, folder.path()).unwrap();
-        for page in ["beelet.1", "beelet-run.1", "beelet-observe.1", "beelet-top.1", "beelet-get-pods.1"] {
+        for page in [
+            "beelet.1",
+            "beelet-run.1",
+            "beelet-observe.1",
+            "beelet-handover.1",
+            "beelet-top.1",
+            "beelet-get-pods.1",
+        ] {
             let text = std::fs::read_to_string(folder.path().join(page)).unwrap();
             assert!(text.starts_with(".ie") && text.contains(".SH SYNOPSIS"), "{page}: {text}");
         }

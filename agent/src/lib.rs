@@ -6,6 +6,7 @@
 
 mod cluster;
 pub mod command;
+mod handover;
 mod kubelet;
 pub mod node;
 mod observe;

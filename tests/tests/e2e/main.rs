@@ -9,6 +9,7 @@ mod density;
 mod devices;
 mod exec;
 mod fields;
+mod handover;
 mod harness;
 mod hostile;
 mod images;

@@ -7,6 +7,7 @@
 mod cluster;
 mod daemon;
 mod flex;
+mod handover;
 mod hostile;
 mod image_gc;
 mod manifest_source;

@@ -1,0 +1,222 @@
+//! `beelet handover`: changes the agent of a node under running pods, in either direction. The command checks
+//! first, stops one agent and starts the other, watches until every pod is accounted for, and puts the old
+//! agent back if something fails. `beelet_policy::handover` decides.
+
+mod survey;
+mod turn;
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use beelet_base::program::{Bounds, Complaints, Program};
+use beelet_cli::{USAGE, failed};
+use beelet_config::Config;
+use beelet_cri::{Runtime, ownership};
+use beelet_policy::handover::{Next, Outcome, Sources, forgets_readiness};
+use beelet_units::duration;
+use clap::Args;
+
+use self::{survey::Survey, turn::Turn};
+use crate::run::print_faults;
+
+/// Longest wait for the version of the kubelet.
+const VERSION: Bounds =
+    Bounds { within: Duration::from_secs(10), output: 1024, complaints: Complaints::Unheard };
+
+/// Arguments of `beelet handover`.
+#[derive(Debug, Args)]
+pub(crate) struct HandoverArgs {
+    /// Report what the next agent would take over and what would restart, and why. Changes nothing. Without a
+    /// direction: from the agent that runs now to the other.
+    #[arg(long, required_unless_present_any = ["from_kubelet", "to_kubelet"])]
+    check: bool,
+    /// Stop the kubelet, start beelet.
+    #[arg(long, conflicts_with = "to_kubelet")]
+    from_kubelet: bool,
+    /// Stop beelet, start the kubelet.
+    #[arg(long)]
+    to_kubelet: bool,
+    /// Configuration of beelet.
+    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG", default_value = beelet_config::DEFAULT_PATH)]
+    config: PathBuf,
+    /// Kubeconfig of the node, on a node of a cluster.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// The kubelet's --root-dir.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
+    root_dir: PathBuf,
+    /// Version of the kubelet, e.g. 1.36. Default: the answer of `kubelet --version`.
+    #[arg(long, value_name = "VERSION")]
+    kubelet_version: Option<String>,
+    /// Program that starts and stops the kubelet, with the word `start` or `stop`. Default: systemctl, with
+    /// --kubelet-unit.
+    #[arg(long, value_name = "PROGRAM")]
+    kubelet_control: Option<PathBuf>,
+    /// Unit of the kubelet.
+    #[arg(long, value_name = "UNIT", default_value = "kubelet.service")]
+    kubelet_unit: String,
+    /// Program that starts and stops beelet, with the word `start` or `stop`. Default: systemctl, with
+    /// --beelet-unit.
+    #[arg(long, value_name = "PROGRAM")]
+    beelet_control: Option<PathBuf>,
+    /// Unit of beelet.
+    #[arg(long, value_name = "UNIT", default_value = "beelet.service")]
+    beelet_unit: String,
+    /// Time for each agent to stop or to account for every pod. After that the old agent comes back.
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse)]
+    timeout: Duration,
+    /// Time without a restart after which the hand-over is complete.
+    #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse)]
+    settle: Duration,
+    /// Act although pods would restart, or would be left alone.
+    #[arg(long)]
+    force: bool,
+}
+
+/// An agent of the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Agent {
+    Beelet,
+    Kubelet,
+}
+
+impl Agent {
+    fn other(self) -> Self {
+        match self {
+            Self::Beelet => Self::Kubelet,
+            Self::Kubelet => Self::Beelet,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Beelet => "beelet",
+            Self::Kubelet => "the kubelet",
+        }
+    }
+}
+
+/// Runs the command.
+#[must_use]
+pub(crate) fn run(args: &HandoverArgs) -> ExitCode {
+    let mut config = match Config::load(&args.config) {
+        Ok((config, _)) => config,
+        Err(faults) => {
+            print_faults(&faults, false);
+            return ExitCode::from(USAGE);
+        }
+    };
+    config.server.cert_dir.get_or_insert_with(|| args.root_dir.join("pki"));
+    match crate::threads::run(1, perform(args, &config)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => failed(&error),
+    }
+}
+
+/// Checks, and acts if requested. Returns false if the check finds a restart.
+async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
+    let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?;
+    let next = match (args.from_kubelet, args.to_kubelet) {
+        (true, _) => Agent::Beelet,
+        (_, true) => Agent::Kubelet,
+        _ => of_kubelet(&runtime)?.map_or(Agent::Kubelet, |_| Agent::Beelet),
+    };
+    let survey = Survey::read(args, config, &runtime, next).await?;
+    let properties = next_of(args, config, next).await?;
+    let outcomes = survey.outcomes(properties);
+    let clean = report(&outcomes, next);
+    if forgets_readiness(properties) {
+        println!(
+            "kubelets before 1.35 report each container with a readiness probe as not ready until its first probe succeeds"
+        );
+    }
+    if args.check {
+        return Ok(clean);
+    }
+    if !clean && !args.force {
+        bail!("refusing the hand-over: see the pods above; --force hands them over all the same");
+    }
+    Turn { args, config, runtime: &runtime, found: survey.kept(&outcomes) }.perform(next).await?;
+    Ok(true)
+}
+
+/// Returns the kubelet that drives the runtime, if any.
+fn of_kubelet(runtime: &Runtime) -> Result<Option<ownership::Kubelet>> {
+    ownership::kubelet_on(runtime.socket()).context("cannot search for a kubelet")
+}
+
+/// Returns the next agent's properties for the check.
+async fn next_of(args: &HandoverArgs, config: &Config, next: Agent) -> Result<Next> {
+    if next == Agent::Beelet {
+        let (api, manifests) = (args.kubeconfig.is_some(), config.static_pod_path.is_some());
+        return Ok(Next::Beelet(Sources { api, manifests }));
+    }
+    let said = match &args.kubelet_version {
+        Some(said) => said.clone(),
+        None => {
+            let asked = Program::tool("kubelet").flag("--version").run(VERSION).await;
+            let ended = asked.context("cannot ask the kubelet for its version; give --kubelet-version")?;
+            String::from_utf8_lossy(&ended.output).into_owned()
+        }
+    };
+    let minor = minor_of(&said).with_context(|| format!("{said:?} is not a version of Kubernetes"))?;
+    Ok(Next::Kubelet { minor })
+}
+
+/// Returns the minor version in `1.36`, `v1.36.2` or `Kubernetes v1.36.2`.
+fn minor_of(said: &str) -> Option<u32> {
+    let version = said.trim().rsplit(' ').next()?.trim_start_matches('v');
+    let (major, rest) = version.split_once('.')?;
+    let minor = rest.split(['.', '+', '-']).next()?.parse().ok()?;
+    (major == "1").then_some(minor)
+}
+
+/// Prints the outcome of each pod. Returns true if the hand-over changes nothing for any pod.
+fn report(outcomes: &[(String, Outcome)], next: Agent) -> bool {
+    let (mut kept, mut unwanted, mut others) = (0_usize, 0_usize, 0_usize);
+    for (pod, outcome) in outcomes {
+        match outcome {
+            Outcome::Kept => {
+                kept = kept.saturating_add(1);
+                println!("{pod}: is taken over");
+            }
+            Outcome::Unwanted => {
+                unwanted = unwanted.saturating_add(1);
+                println!("{pod}: would be stopped by either agent: no source names it");
+            }
+            Outcome::LeftAlone(why) => {
+                others = others.saturating_add(1);
+                println!("{pod}: would be left alone: {why}");
+            }
+            Outcome::Restarts(reasons) => {
+                others = others.saturating_add(1);
+                let reasons: Vec<String> = reasons.iter().map(ToString::to_string).collect();
+                println!("{pod}: would restart: {}", reasons.join("; "));
+            }
+        }
+    }
+    println!(
+        "{} pods: {} would take over {kept}; {others} would restart or be left alone; {unwanted} are unwanted",
+        outcomes.len(),
+        next.name(),
+    );
+    others == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_kubernetes_are_read_in_all_their_forms() {
+        let check = |said: &str, expected| assert_eq!(minor_of(said), expected, "{said}");
+        check("1.36", Some(36));
+        check("Kubernetes v1.20.2\n", Some(20));
+        check("v1.37.0-alpha.1", Some(37));
+        check("1.33+", Some(33));
+        check("2.1", None);
+        check("kubelet", None);
+        check("", None);
+    }
+}

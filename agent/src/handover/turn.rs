@@ -1,0 +1,172 @@
+//! The change of agents itself: stop one, start the other, watch, and put the old one back after a failure.
+//!
+//! The command may be killed at any point. The command keeps no state: the next call with the same direction
+//! continues, and the opposite direction goes back.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use beelet_base::program::{Bounds, Complaints, Program};
+use beelet_client::Client;
+use beelet_config::Config;
+use beelet_cri::Runtime;
+use beelet_handover::found;
+use beelet_policy::handover::{Found, loss};
+
+use super::{Agent, HandoverArgs, of_kubelet, survey::name_of};
+
+/// Pause between two looks at the node.
+const PAUSE: Duration = Duration::from_millis(250);
+/// Maximum bytes of a control program's output in an error.
+const OUTPUT: usize = 4096;
+
+/// A change of agents.
+pub(super) struct Turn<'a> {
+    pub(super) args: &'a HandoverArgs,
+    pub(super) config: &'a Config,
+    pub(super) runtime: &'a Runtime,
+    /// The pods that must run on, by UID.
+    pub(super) found: BTreeMap<String, Found>,
+}
+
+impl Turn<'_> {
+    /// Changes to the `next` agent.
+    ///
+    /// # Errors
+    /// The change failed. The message says which agent runs.
+    pub(super) async fn perform(&self, next: Agent) -> Result<()> {
+        let old = next.other();
+        let began = Instant::now();
+        println!("stopping {}", old.name());
+        let changed = match self.stop(old).await {
+            Ok(()) => {
+                println!("starting {}", next.name());
+                self.start(next).await
+            }
+            Err(error) => Err(error),
+        };
+        let Err(error) = changed else {
+            println!(
+                "{} accounts for {} pods, none of which restarted ({:.1} s)",
+                next.name(),
+                self.found.len(),
+                began.elapsed().as_secs_f64()
+            );
+            return Ok(());
+        };
+        eprintln!("{error:#}; putting {} back", old.name());
+        let back = async {
+            self.stop(next).await?;
+            self.control(old, "start").await?;
+            self.until_present(old).await
+        };
+        if let Err(failure) = back.await {
+            bail!("the hand-over failed ({error:#}), and {} is not back: {failure:#}", old.name());
+        }
+        bail!("the hand-over failed ({error:#}); {} runs again", old.name());
+    }
+
+    /// Stops an agent, and waits until it is gone.
+    async fn stop(&self, agent: Agent) -> Result<()> {
+        self.control(agent, "stop").await?;
+        let deadline = Instant::now() + self.args.timeout;
+        while self.is_present(agent).await? {
+            if Instant::now() > deadline {
+                bail!("{} still runs", agent.name());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
+    }
+
+    /// Starts the next agent, and watches until it accounts for every pod and none has restarted for a while.
+    async fn start(&self, agent: Agent) -> Result<()> {
+        self.control(agent, "start").await?;
+        let deadline = Instant::now() + self.args.timeout;
+        let mut settled: Option<Instant> = None;
+        loop {
+            let now = found::read(self.runtime).await.context("cannot list the pods of the runtime")?;
+            for (uid, before) in &self.found {
+                if let Some(loss) = loss(before, now.get(uid)) {
+                    bail!("pod {}: {loss}", name_of(before));
+                }
+            }
+            let missing = self.missing(agent).await?;
+            let Some(missing) = missing else {
+                if settled.get_or_insert_with(Instant::now).elapsed() >= self.args.settle {
+                    return Ok(());
+                }
+                tokio::time::sleep(PAUSE).await;
+                continue;
+            };
+            settled = None;
+            if Instant::now() > deadline {
+                bail!("{missing} after {} s", self.args.timeout.as_secs());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Returns a sentence about the first pod that the agent does not account for yet, or None. A kubelet
+    /// counts as soon as it drives the runtime: it lists its pods only to authorized clients.
+    async fn missing(&self, agent: Agent) -> Result<Option<String>> {
+        if agent == Agent::Kubelet {
+            let runs = of_kubelet(self.runtime)?.is_some();
+            return Ok((!runs).then(|| "the kubelet does not drive the runtime".to_owned()));
+        }
+        let listed = async {
+            let mut client = Client::connect(&self.config.socket()).await?;
+            client.pods.list().await
+        };
+        let table = match listed.await {
+            Ok((table, _)) => table,
+            Err(error) => return Ok(Some(error.to_string())),
+        };
+        let has =
+            |uid: &String| table.pods.values().any(|entry| entry.pod.metadata.uid.as_ref() == Some(uid));
+        let missing = self.found.iter().find(|(uid, _)| !has(uid));
+        Ok(missing.map(|(_, pod)| format!("beelet does not know pod {}", name_of(pod))))
+    }
+
+    async fn until_present(&self, agent: Agent) -> Result<()> {
+        let deadline = Instant::now() + self.args.timeout;
+        while !self.is_present(agent).await? {
+            if Instant::now() > deadline {
+                bail!("{} does not start", agent.name());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
+    }
+
+    /// Returns true if the agent drives the runtime.
+    async fn is_present(&self, agent: Agent) -> Result<bool> {
+        match agent {
+            Agent::Kubelet => Ok(of_kubelet(self.runtime)?.is_some()),
+            Agent::Beelet => Ok(Client::connect(&self.config.socket()).await.is_ok()),
+        }
+    }
+
+    /// Starts or stops an agent.
+    async fn control(&self, agent: Agent, word: &str) -> Result<()> {
+        let (program, unit) = match agent {
+            Agent::Kubelet => (&self.args.kubelet_control, &self.args.kubelet_unit),
+            Agent::Beelet => (&self.args.beelet_control, &self.args.beelet_unit),
+        };
+        let program = match program {
+            Some(program) => Program::at(program).operand(word),
+            None => Program::tool("systemctl").operand(word).operand(unit),
+        };
+        let bounds = Bounds { within: self.args.timeout, output: OUTPUT, complaints: Complaints::InOutput };
+        let failed = || format!("cannot {word} {}", agent.name());
+        let ended = program.run(bounds).await.with_context(failed)?;
+        if !ended.status.success() {
+            let said = String::from_utf8_lossy(&ended.output);
+            bail!("{}: {} ({})", failed(), said.trim(), ended.status);
+        }
+        Ok(())
+    }
+}
