@@ -110,7 +110,9 @@ pub(super) fn name_of(found: &Found) -> String {
 
 /// Reads the pods of the manifests as the agent does, and the age of the files.
 async fn of_manifests(config: &Config) -> (BTreeMap<PodName, Pod>, BTreeMap<PathBuf, i64>) {
-    let Some(path) = config.static_pod_path.clone() else { return Default::default() };
+    let Some(path) = config.static_pod_path.clone() else {
+        return (BTreeMap::new(), BTreeMap::new());
+    };
     let rules = Rules {
         critical_static_pods: config.beelet.critical_static_pods,
         allowed_unsafe_sysctls: config.allowed_unsafe_sysctls.clone(),

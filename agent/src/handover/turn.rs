@@ -58,23 +58,36 @@ impl Turn<'_> {
             return Ok(());
         };
         eprintln!("{error:#}; putting {} back", old.name());
-        let back = async {
-            self.stop(next).await?;
-            self.control(old, "start").await?;
-            self.until_present(old).await
-        };
-        if let Err(failure) = back.await {
+        if let Err(failure) = self.put_back(old).await {
             bail!("the hand-over failed ({error:#}), and {} is not back: {failure:#}", old.name());
         }
         bail!("the hand-over failed ({error:#}); {} runs again", old.name());
     }
 
+    /// Stops the other agent, starts the `old` one, and waits until it drives the runtime.
+    async fn put_back(&self, old: Agent) -> Result<()> {
+        let other = old.other();
+        let stopped = self.stop(other).await;
+        if self.is_present(other).await? {
+            stopped?;
+        }
+        self.control(old, "start").await?;
+        let began = Instant::now();
+        while !self.is_present(old).await? {
+            if began.elapsed() > self.args.timeout {
+                bail!("{} does not start", old.name());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
+    }
+
     /// Stops an agent, and waits until it is gone.
     async fn stop(&self, agent: Agent) -> Result<()> {
         self.control(agent, "stop").await?;
-        let deadline = Instant::now() + self.args.timeout;
+        let began = Instant::now();
         while self.is_present(agent).await? {
-            if Instant::now() > deadline {
+            if began.elapsed() > self.args.timeout {
                 bail!("{} still runs", agent.name());
             }
             tokio::time::sleep(PAUSE).await;
@@ -85,28 +98,37 @@ impl Turn<'_> {
     /// Starts the next agent, and watches until it accounts for every pod and none has restarted for a while.
     async fn start(&self, agent: Agent) -> Result<()> {
         self.control(agent, "start").await?;
-        let deadline = Instant::now() + self.args.timeout;
-        let mut settled: Option<Instant> = None;
+        let (began, mut settled) = (Instant::now(), None::<Instant>);
         loop {
-            let now = found::read(self.runtime).await.context("cannot list the pods of the runtime")?;
-            for (uid, before) in &self.found {
-                if let Some(loss) = loss(before, now.get(uid)) {
-                    bail!("pod {}: {loss}", name_of(before));
+            // The runtime may restart in between.
+            let missing = match found::read(self.runtime).await {
+                Ok(now) => {
+                    self.require_no_loss(&now)?;
+                    self.missing(agent).await?
                 }
-            }
-            let missing = self.missing(agent).await?;
-            let Some(missing) = missing else {
-                if settled.get_or_insert_with(Instant::now).elapsed() >= self.args.settle {
+                Err(error) => Some(error.to_string()),
+            };
+            match missing {
+                None if settled.get_or_insert_with(Instant::now).elapsed() >= self.args.settle => {
                     return Ok(());
                 }
-                tokio::time::sleep(PAUSE).await;
-                continue;
-            };
-            settled = None;
-            if Instant::now() > deadline {
-                bail!("{missing} after {} s", self.args.timeout.as_secs());
+                None => {}
+                Some(missing) if began.elapsed() > self.args.timeout => {
+                    bail!("{missing} after {} s", self.args.timeout.as_secs());
+                }
+                Some(_) => settled = None,
             }
             tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Fails if a pod does not run on.
+    fn require_no_loss(&self, now: &BTreeMap<String, Found>) -> Result<()> {
+        let losses =
+            self.found.iter().filter_map(|(uid, before)| Some((before, loss(before, now.get(uid))?)));
+        match losses.into_iter().next() {
+            Some((pod, loss)) => bail!("pod {}: {loss}", name_of(pod)),
+            None => Ok(()),
         }
     }
 
@@ -129,17 +151,6 @@ impl Turn<'_> {
             |uid: &String| table.pods.values().any(|entry| entry.pod.metadata.uid.as_ref() == Some(uid));
         let missing = self.found.iter().find(|(uid, _)| !has(uid));
         Ok(missing.map(|(_, pod)| format!("beelet does not know pod {}", name_of(pod))))
-    }
-
-    async fn until_present(&self, agent: Agent) -> Result<()> {
-        let deadline = Instant::now() + self.args.timeout;
-        while !self.is_present(agent).await? {
-            if Instant::now() > deadline {
-                bail!("{} does not start", agent.name());
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
-        Ok(())
     }
 
     /// Returns true if the agent drives the runtime.

@@ -127,6 +127,11 @@ fn quoted(words: impl IntoIterator<Item = String>) -> String {
     words.into_iter().map(|word| format!("'{}'", word.replace('\'', "'\\''"))).collect::<Vec<_>>().join(" ")
 }
 
+/// Returns the arguments of `beelet run` in addition to its configuration.
+fn arguments(kubeconfig: &str) -> [&str; 5] {
+    ["--kubeconfig", kubeconfig, "--node-ip", "192.0.2.7", "--adopt"]
+}
+
 struct Scene {
     agent: Agent,
     cluster: Cluster,
@@ -157,7 +162,7 @@ impl Scene {
             .beelet("podsDir", path(root.join("pods")))
             .beelet("kubeletDir", path(root.clone()));
         let kubeconfig = kubeconfig.display().to_string();
-        options.arguments.extend(["--kubeconfig", &kubeconfig, "--adopt"].map(str::to_owned));
+        options.arguments.extend(arguments(&kubeconfig).map(str::to_owned));
         // Beside the kubelet, beelet refuses to start; only its configuration remains.
         wait_for("the kubelet to drive the runtime", PATIENCE, || {
             match beelet_cri::ownership::kubelet_on(&containerd.socket()) {
@@ -267,19 +272,15 @@ fn pods_run_on_from_a_kubelet_to_beelet_and_back() {
     let words = quoted(words.map(|word| String::from_utf8(word.to_vec()).unwrap()));
     let namespace = "mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"";
     let of_kubelet = format!("unshare --mount sh -c '{namespace}' sh {words}");
-    let of_beelet = [
-        beelet_tests::agent::binary().unwrap().display().to_string(),
-        "run".to_owned(),
-        "--config".to_owned(),
-        scene.agent.config().display().to_string(),
-        "--kubeconfig".to_owned(),
-        scene.kubeconfig.clone(),
-        "--adopt".to_owned(),
-    ];
+    let program = beelet_tests::agent::binary().unwrap().display().to_string();
+    let config = scene.agent.config().display().to_string();
+    let of_beelet = [program.as_str(), "run", "--config", config.as_str()]
+        .into_iter()
+        .chain(arguments(&scene.kubeconfig));
     let dir = scene.containerd.dir().to_path_buf();
     let controls = [
         Control::new(&dir, "kubelet-control", &of_kubelet),
-        Control::new(&dir, "beelet-control", &quoted(of_beelet)),
+        Control::new(&dir, "beelet-control", &quoted(of_beelet.map(str::to_owned))),
     ];
     controls[0].set(running.pid());
 
