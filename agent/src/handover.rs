@@ -2,99 +2,30 @@
 //! first, stops one agent and starts the other, watches until every pod is accounted for, and puts the old
 //! agent back if something fails. `beelet_policy::handover` decides.
 
+mod args;
 mod survey;
 mod turn;
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{process::ExitCode, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use beelet_base::program::{Bounds, Complaints, Program};
 use beelet_cli::{USAGE, failed};
 use beelet_config::Config;
-use beelet_cri::{Runtime, ownership};
+use beelet_cri::Runtime;
 use beelet_policy::handover::{Next, Outcome, Sources, forgets_readiness};
-use beelet_units::duration;
-use clap::Args;
 
-use self::{survey::Survey, turn::Turn};
+pub(crate) use self::args::HandoverArgs;
+use self::{
+    args::{Agent, of_kubelet},
+    survey::Survey,
+    turn::Turn,
+};
 use crate::run::print_faults;
 
 /// Longest wait for the version of the kubelet.
 const VERSION: Bounds =
     Bounds { within: Duration::from_secs(10), output: 1024, complaints: Complaints::Unheard };
-
-/// Arguments of `beelet handover`.
-#[derive(Debug, Args)]
-pub(crate) struct HandoverArgs {
-    /// Report what the next agent would take over and what would restart, and why. Changes nothing. Without a
-    /// direction: from the agent that runs now to the other.
-    #[arg(long, required_unless_present_any = ["from_kubelet", "to_kubelet"])]
-    check: bool,
-    /// Stop the kubelet, start beelet.
-    #[arg(long, conflicts_with = "to_kubelet")]
-    from_kubelet: bool,
-    /// Stop beelet, start the kubelet.
-    #[arg(long)]
-    to_kubelet: bool,
-    /// Configuration of beelet.
-    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG", default_value = beelet_config::DEFAULT_PATH)]
-    config: PathBuf,
-    /// Kubeconfig of the node, on a node of a cluster.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
-    /// The kubelet's --root-dir.
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
-    root_dir: PathBuf,
-    /// Version of the kubelet, e.g. 1.36. Default: the answer of `kubelet --version`.
-    #[arg(long, value_name = "VERSION")]
-    kubelet_version: Option<String>,
-    /// Program that starts and stops the kubelet, with the word `start` or `stop`. Default: systemctl, with
-    /// --kubelet-unit.
-    #[arg(long, value_name = "PROGRAM")]
-    kubelet_control: Option<PathBuf>,
-    /// Unit of the kubelet.
-    #[arg(long, value_name = "UNIT", default_value = "kubelet.service")]
-    kubelet_unit: String,
-    /// Program that starts and stops beelet, with the word `start` or `stop`. Default: systemctl, with
-    /// --beelet-unit.
-    #[arg(long, value_name = "PROGRAM")]
-    beelet_control: Option<PathBuf>,
-    /// Unit of beelet.
-    #[arg(long, value_name = "UNIT", default_value = "beelet.service")]
-    beelet_unit: String,
-    /// Time for each agent to stop or to account for every pod. After that the old agent comes back.
-    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse)]
-    timeout: Duration,
-    /// Time without a restart after which the hand-over is complete.
-    #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse)]
-    settle: Duration,
-    /// Act although pods would restart, or would be left alone.
-    #[arg(long)]
-    force: bool,
-}
-
-/// An agent of the node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Agent {
-    Beelet,
-    Kubelet,
-}
-
-impl Agent {
-    fn other(self) -> Self {
-        match self {
-            Self::Beelet => Self::Kubelet,
-            Self::Kubelet => Self::Beelet,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Beelet => "beelet",
-            Self::Kubelet => "the kubelet",
-        }
-    }
-}
 
 /// Runs the command.
 #[must_use]
@@ -139,11 +70,6 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
     }
     Turn { args, config, runtime: &runtime, found: survey.kept(&outcomes) }.perform(next).await?;
     Ok(true)
-}
-
-/// Returns the kubelet that drives the runtime, if any.
-fn of_kubelet(runtime: &Runtime) -> Result<Option<ownership::Kubelet>> {
-    ownership::kubelet_on(runtime.socket()).context("cannot search for a kubelet")
 }
 
 /// Returns the next agent's properties for the check.

@@ -34,7 +34,7 @@ pub mod stream;
 mod streams;
 mod subject;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -145,12 +145,6 @@ impl Runtime {
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.door.runtime.path
-    }
-
-    /// Makes the sandboxes and containers of these pods, by UID, the agent's own: `ours` and `of_pod` list
-    /// them too. Only the first call counts, which must precede all lists.
-    pub fn adopt(&self, pods: BTreeSet<String>) {
-        self.door.ours.adopt(pods);
     }
 
     /// Adds `kubelet_runtime_operations_*` to `registry`.

@@ -1,6 +1,6 @@
 //! The calls about pod sandboxes.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use beelet_proto::cri;
@@ -29,6 +29,12 @@ impl Sandboxes {
             })
             .await?;
         Ok(response.items.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
+    }
+
+    /// Makes the sandboxes and containers of these pods, by UID, the agent's own: `ours` and `of_pod` list
+    /// them too. Only the first call counts, which must precede all lists.
+    pub fn adopt(&self, pods: BTreeSet<String>) {
+        self.0.ours.adopt(pods);
     }
 
     /// Returns the agent's own pod sandboxes.

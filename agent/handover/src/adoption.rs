@@ -93,7 +93,7 @@ pub async fn adopt(
         let state = Arc::clone(state);
         blocking("recording the adopted pods", move || state.store(NAME, &decided)).await?;
     }
-    runtime.adopt(pods.clone());
+    runtime.sandboxes.adopt(pods.clone());
     Ok(Adopted { pods, new })
 }
 

@@ -21,7 +21,7 @@ use beelet_model::{
 use beelet_policy::handover::{Found, Next, Outcome, Source, Wanted, check};
 use k8s_openapi::api::core::v1::Pod;
 
-use super::{Agent, HandoverArgs};
+use super::args::{Agent, HandoverArgs};
 
 /// Facts for the check.
 pub(super) struct Survey {

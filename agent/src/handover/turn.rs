@@ -16,7 +16,10 @@ use beelet_cri::Runtime;
 use beelet_handover::found;
 use beelet_policy::handover::{Found, loss};
 
-use super::{Agent, HandoverArgs, of_kubelet, survey::name_of};
+use super::{
+    args::{Agent, HandoverArgs, of_kubelet},
+    survey::name_of,
+};
 
 /// Pause between two looks at the node.
 const PAUSE: Duration = Duration::from_millis(250);

@@ -3,7 +3,7 @@
 //! The agent touches nothing without the label of an agent. Adoption must be requested, and a source of the
 //! agent must be able to name the pod: otherwise the next step would be to stop the pod.
 
-use super::{Found, Maker, Source};
+use super::found::{Found, Maker, Source};
 
 /// The sources of pods that the agent has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

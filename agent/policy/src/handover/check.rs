@@ -2,7 +2,11 @@
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::{Found, FoundContainer, Maker, Source, adopt, container_hash_of};
+use super::{
+    adopt,
+    found::{Found, FoundContainer, Maker, Source},
+    hash::container_hash_of,
+};
 use crate::pod::is_sidecar;
 
 /// The first minor version of Kubernetes whose kubelets digest only the name and the image of a container.
