@@ -132,6 +132,12 @@ impl CgroupError {
         }
     }
 
+    /// Returns true if a request for reclaim failed because the kernel does not know its argument.
+    #[must_use]
+    pub fn is_unsupported_reclaim(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::InvalidInput)
+    }
+
     pub(super) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_owned(), source }
     }

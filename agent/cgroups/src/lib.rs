@@ -31,6 +31,7 @@ pub mod notify;
 pub mod order;
 mod paths;
 pub mod read;
+pub mod reclaim;
 pub mod search;
 pub mod stats;
 mod systemd;
@@ -40,7 +41,7 @@ mod write;
 
 pub use error::CgroupError;
 pub use layout::{Hierarchy, Layout, Version};
-pub use memory::MemoryUse;
+pub use memory::{MemoryParts, MemoryUse};
 pub use metrics::Metrics;
 pub use paths::Paths;
 pub use stats::{CpuUse, Pressure, Stalled};
