@@ -22,6 +22,7 @@ fn pods() -> Vec<(Pod, PodUsage)> {
         });
         let usage = PodUsage {
             memory_working_set_bytes: numbers.below(1 << 30),
+            swap_bytes: 0,
             rootfs_bytes: numbers.below(1 << 32),
             logs_bytes: numbers.below(1 << 28),
             volumes_bytes: numbers.below(1 << 32),

@@ -8,6 +8,7 @@ use super::tuner::TunerWire;
 use super::values::GoDuration;
 use beelet_policy::{
     admission::preemption,
+    eviction::{EvictionSwap, MemorySignal},
     probe::{
         EdgePolicy,
         listener::QueueRule,
@@ -45,6 +46,8 @@ pub(super) struct BeeletWire {
     pub(super) stop_pods_on_exit: Option<bool>,
     pub(super) adopt_kubelet_pods: Option<bool>,
     pub(super) preemption: Option<preemption::Policy>,
+    pub(super) eviction_memory_signal: Option<MemorySignal>,
+    pub(super) eviction_swap: Option<EvictionSwap>,
     #[serde(rename = "containerGCMinimumAge")]
     pub(super) container_gc_minimum_age: Option<GoDuration>,
     #[serde(rename = "containerGCMaxPerPodContainer")]

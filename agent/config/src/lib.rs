@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use beelet_policy::{
     admission::preemption,
+    eviction::{EvictionSwap, MemorySignal},
     images::{containers::ContainerGcPolicy, credentials::Verification},
     node::shutdown::Periods,
     probe::{
@@ -287,6 +288,10 @@ pub struct Beelet {
     pub adopt_kubelet_pods: bool,
     /// Policy for the choice of pods to preempt for a critical one.
     pub preemption: preemption::Policy,
+    /// The number behind the memory signals of eviction.
+    pub eviction_memory_signal: MemorySignal,
+    /// The role of swap in eviction.
+    pub eviction_swap: EvictionSwap,
     /// Number and minimum age of retained dead containers.
     pub container_gc: ContainerGcPolicy,
     /// Interval of readings of the containers' counters while a subscriber is present.

@@ -174,6 +174,8 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         stop_pods_on_exit: *wire.stop_pods_on_exit.get_or_insert(false),
         adopt_kubelet_pods: *wire.adopt_kubelet_pods.get_or_insert(false),
         preemption: *wire.preemption.get_or_insert_default(),
+        eviction_memory_signal: *wire.eviction_memory_signal.get_or_insert_default(),
+        eviction_swap: *wire.eviction_swap.get_or_insert_default(),
         container_gc: pressure::container_gc(wire)?,
         pressure_interval: pressure_interval(&mut wire.pressure_interval)?,
         max_measured_containers: number(

@@ -236,6 +236,10 @@ fn our_own_fields_are_understood() {
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
     assert!(field("adoptKubeletPods: true").adopt_kubelet_pods && !field("bpf: off").adopt_kubelet_pods);
     assert_eq!(field("preemption: minimal").preemption, preemption::Policy::Minimal);
+    assert_eq!(field("evictionMemorySignal: reclaimable").eviction_memory_signal, MemorySignal::Reclaimable);
+    assert_eq!(field("").eviction_memory_signal, MemorySignal::WorkingSet);
+    assert_eq!(field("evictionSwap: counted").eviction_swap, EvictionSwap::Counted);
+    assert_eq!(field("").eviction_swap, EvictionSwap::Ignored);
     assert_eq!(field("").container_gc.max_per_pod_container, 1);
     assert_eq!(field("containerGCMaxPerPodContainer: -1").container_gc.max_per_pod_container, -1);
     assert_eq!(field("containerGCMinimumAge: 1m").container_gc.min_age, Duration::from_secs(60));

@@ -84,6 +84,9 @@ impl Eviction {
         if self.reclaims.must_wait((signal, self.layout), read_at, &self.parts) {
             return;
         }
+        if self.swap_outs.must_wait(&threshold, observation, read_at) {
+            return;
+        }
         // The effect of a terminated pod must be measured first.
         if self.leaving.gone_at.is_some_and(|gone| read_at <= gone) {
             return;

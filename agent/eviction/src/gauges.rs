@@ -8,8 +8,8 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_policy::eviction::{Observation, Signal, Threshold};
-use beelet_units::quantity::Quantity;
+use beelet_policy::eviction::{MemorySignal, NeededCache, Observation, Signal, Threshold};
+use beelet_units::{moment::Moment, quantity::Quantity};
 use tokio::{sync::Notify, time::Instant};
 use tracing::{info, warn};
 
@@ -123,21 +123,59 @@ impl std::fmt::Debug for Gauge {
     }
 }
 
-/// Returns the machine's own gauges: memory (its own, and the pods' common share) and process ids.
+/// Returns the machine's own gauges: memory (its own, and the pods' common share) by this signal, and process
+/// ids.
 #[must_use]
-pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
-    let (of_all, of_pods, stale) = (Arc::clone(cgroups), Arc::clone(cgroups), Duration::from_secs(5));
+pub fn of_the_machine(cgroups: &Arc<Cgroups>, signal: MemorySignal) -> Vec<Gauge> {
+    let stale = Duration::from_secs(5);
+    let memory = Gauge::new("memory and process ids", stale, machines_memory(Arc::clone(cgroups), signal));
     vec![
-        Gauge::new("memory and process ids", stale, move || {
-            machine::memory(&of_all).map(|seen| [(Signal::MemoryAvailable, seen)].into())
-        })
-        .and(move || {
-            let seen = machine::pods_memory(&of_pods);
-            Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
-        })
-        .and(|| machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into()))
-        .of_memory(),
+        memory
+            .and(pods_memory(Arc::clone(cgroups), signal))
+            .and(|| machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into()))
+            .of_memory(),
     ]
+}
+
+/// The cache in use so far, and the start of its clock. A gauge reads on one thread, so no reading waits for
+/// the lock.
+struct Cache {
+    needed: Mutex<NeededCache>,
+    began: Instant,
+}
+
+impl Cache {
+    fn of(signal: MemorySignal) -> Option<Self> {
+        let cache = || Self { needed: Mutex::default(), began: Instant::now() };
+        (signal == MemorySignal::Reclaimable).then(cache)
+    }
+
+    fn with<T>(&self, read: impl FnOnce(&mut NeededCache, Moment) -> T) -> T {
+        let mut needed = self.needed.lock().unwrap_or_else(PoisonError::into_inner);
+        read(&mut needed, Moment::after_start(self.began.elapsed()))
+    }
+}
+
+fn machines_memory(cgroups: Arc<Cgroups>, signal: MemorySignal) -> impl Fn() -> Readings + Send + Sync {
+    let cache = Cache::of(signal);
+    move || {
+        let seen = match &cache {
+            None => machine::memory(&cgroups),
+            Some(cache) => cache.with(|needed, now| machine::reclaimable_memory(&cgroups, needed, now)),
+        };
+        seen.map(|seen| [(Signal::MemoryAvailable, seen)].into())
+    }
+}
+
+fn pods_memory(cgroups: Arc<Cgroups>, signal: MemorySignal) -> impl Fn() -> Readings + Send + Sync {
+    let cache = Cache::of(signal);
+    move || {
+        let seen = match &cache {
+            None => machine::pods_memory(&cgroups, None),
+            Some(cache) => cache.with(|needed, now| machine::pods_memory(&cgroups, Some((needed, now)))),
+        };
+        Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
+    }
 }
 
 /// Returns the first moment at a multiple of `pace` after `start` that is at least [`LEAST`] after `now`.
@@ -316,7 +354,8 @@ mod tests {
         let controllers = ["cpu".to_owned(), "memory".to_owned()].into();
         let hierarchies = vec![Hierarchy { mount: mount.path().into(), is_v2: false, controllers }];
         let layout = Layout { version: Version::V1, hierarchies };
-        let gauges = of_the_machine(&Arc::new(Cgroups::over_folders(layout, "/").unwrap()));
+        let gauges =
+            of_the_machine(&Arc::new(Cgroups::over_folders(layout, "/").unwrap()), MemorySignal::WorkingSet);
         let hinted = gauges.iter().filter(|gauge| gauge.of_memory);
         let seen: Observations = hinted.flat_map(|gauge| read_all(&gauge.reads).0).collect();
         assert!(seen.contains_key(&Signal::MemoryAvailable), "{seen:?}");

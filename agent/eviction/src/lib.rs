@@ -33,6 +33,7 @@ pub mod machine;
 mod metrics;
 mod readings;
 mod reclaims;
+mod swap_out;
 mod usage;
 mod walk;
 
@@ -58,11 +59,13 @@ pub use self::{
     gauges::{Gauge, Readings},
     local_storage::LocalStorage,
     metrics::Metrics,
+    swap_out::SwapDoor,
     usage::PodUsages,
 };
 
 use self::{
-    disk_survey::DiskSurvey, gauges::LatestReadings, leaving::LeavingPods, reclaims::Reclaims, usage::Survey,
+    disk_survey::DiskSurvey, gauges::LatestReadings, leaving::LeavingPods, reclaims::Reclaims,
+    swap_out::SwapOuts, usage::Survey,
 };
 use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
@@ -110,6 +113,8 @@ pub struct Parts {
     pub requests: mpsc::Sender<Request>,
     /// Remover of unused resources.
     pub reclaimer: Reclaimer,
+    /// Swap for cold memory of pods, if it counts and can be filled on request.
+    pub swap: Option<SwapDoor>,
     /// Published conditions of the node.
     pub conditions: watch::Sender<Conditions>,
     /// Events for users.
@@ -131,6 +136,7 @@ pub struct Eviction {
     /// Evicted and deleted pods that have not terminated yet.
     leaving: LeavingPods,
     reclaims: Reclaims,
+    swap_outs: SwapOuts,
     /// Usage of pods.
     survey: Survey,
     /// Measurements of pods' disk usage.
@@ -154,6 +160,7 @@ impl Eviction {
             board: LatestReadings::default(),
             leaving: LeavingPods::default(),
             reclaims: Reclaims::new(Arc::clone(&parts.reclaimer)),
+            swap_outs: SwapOuts::new(parts.swap.clone()),
             survey: Survey::new(parts.usage.clone()),
             disks: DiskSurvey::new(parts.usage.disk.clone()),
             complained: false,
@@ -201,6 +208,7 @@ impl Eviction {
             () = changed(&mut self.parts.table), if !self.leaving.pods.is_empty() => {}
             () = changed(&mut self.parts.layout) => self.relayout(),
             () = self.reclaims.ended() => self.look_again.notify(),
+            () = self.swap_outs.ended() => self.parts.hints.notify(),
             () = tokio::time::sleep(TICK) => {}
         }
     }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use beelet_policy::{
-    eviction::{PodUsage, Signal},
+    eviction::{EvictionSwap, MemorySignal, PodUsage, Signal},
     resources::{
         EPHEMERAL_STORAGE, MEMORY, ResourceList,
         cgroups::{CgroupConfig, pod_path},
@@ -19,9 +19,9 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::{task::JoinHandle, time::Instant};
 use tracing::{info, warn};
 
-use super::disk::DiskUsages;
+use super::{disk::DiskUsages, machine};
 use beelet_base::blocking::{joined, spawn_blocking};
-use beelet_cgroups::{Cgroups, memory, search, stats};
+use beelet_cgroups::{Cgroups, MemoryUse, memory, search, stats};
 use beelet_model::status::runtime_id;
 
 /// The name of a round.
@@ -39,6 +39,10 @@ pub struct PodUsages {
     pub cgroups: Arc<Cgroups>,
     /// Configuration of the cgroups' names.
     pub config: CgroupConfig,
+    /// The number behind the memory signals.
+    pub memory_signal: MemorySignal,
+    /// The role of swap.
+    pub swap: EvictionSwap,
     /// Results of disk measurements.
     pub disk: DiskUsages,
 }
@@ -50,12 +54,26 @@ impl PodUsages {
         let uid = pod.metadata.uid.as_deref()?;
         let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
         let (memory, pids) = match memory::of(&self.cgroups, &path) {
-            Some(memory) => (memory.working_set, stats::pids(&self.cgroups, &path).unwrap_or(0)),
+            Some(memory) => (self.used(&memory), stats::pids(&self.cgroups, &path).unwrap_or(0)),
             None if self.cgroups.paths.exists(&path) => return None,
             None => (0, 0),
         };
         let disk = self.disk.of(uid, measured);
-        Some(PodUsage { memory_working_set_bytes: memory, pids, ..disk })
+        let swap_bytes = self.swap_of(&path);
+        Some(PodUsage { memory_working_set_bytes: memory, swap_bytes, pids, ..disk })
+    }
+
+    /// Returns the memory of a cgroup that only the end of its processes frees.
+    fn used(&self, memory: &MemoryUse) -> u64 {
+        self.memory_signal.used(memory.working_set, &machine::cache(&memory.parts))
+    }
+
+    /// Returns the swap of a cgroup in bytes, if swap counts.
+    fn swap_of(&self, path: &str) -> u64 {
+        match self.swap {
+            EvictionSwap::Ignored => 0,
+            EvictionSwap::Counted => memory::swap(&self.cgroups, path).unwrap_or(0),
+        }
     }
 
     /// Returns each container with its usage of a signal's resource and its request; empty for a resource
@@ -69,7 +87,7 @@ impl PodUsages {
                 let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
                 let id = container_id(pod, name)?;
                 let path = search::container(&self.cgroups, &path, id)?;
-                Some(whole(memory::of(&self.cgroups, &path)?.working_set))
+                Some(whole(self.used(&memory::of(&self.cgroups, &path)?).saturating_add(self.swap_of(&path))))
             }
             EPHEMERAL_STORAGE => Some(whole(self.disk.container(uid, name)?)),
             _ => None,

@@ -13,12 +13,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::{Scenario, number, pod_name};
 use beelet_policy::{
     eviction::{
-        Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
-        ThresholdValue, Tracker, ValueError, derive_container_fs, rank, reclaim, victim,
+        Candidate, DiskLayout, FileCache, MemoryReading, MemorySignal, NeededCache, NodeCondition,
+        Observation, PodUsage, Reclaim, Signal, Threshold, ThresholdValue, Tracker, ValueError,
+        derive_container_fs, rank, reclaim, victim,
     },
     resources::{PodDemand, critical},
 };
-use beelet_units::{field::FieldError, moment::Moment};
+use beelet_units::{field::FieldError, moment::Moment, quantity::Quantity};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
@@ -29,6 +30,9 @@ pub(crate) struct EvictionScenario {
     #[serde(default)]
     previously_met: Vec<Signal>,
     observations: BTreeMap<Signal, Observation>,
+    /// Readings from which `memory.available` follows, in place of an observation.
+    #[serde(default)]
+    memory: Option<GivenMemory>,
     #[serde(default)]
     dedicated_image_fs: bool,
     pods: Vec<GivenPod>,
@@ -46,6 +50,65 @@ struct GivenThreshold {
     min_reclaim: Option<String>,
     #[serde(default)]
     first_observed_at: Option<Timestamp>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct GivenMemory {
+    #[serde(default)]
+    signal: MemorySignal,
+    capacity: Quantity,
+    /// Oldest first; the last one decides.
+    readings: Vec<GivenReading>,
+}
+
+/// A reading of memory. Amounts that are missing count as 0.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct GivenReading {
+    at: Timestamp,
+    #[serde(deserialize_with = "number::optional")]
+    working_set_bytes: Option<u64>,
+    #[serde(default, deserialize_with = "number::optional")]
+    active_file_bytes: Option<u64>,
+    #[serde(default, deserialize_with = "number::optional")]
+    unwritten_bytes: Option<u64>,
+    /// Bytes read again since the counter began.
+    #[serde(default, deserialize_with = "number::optional")]
+    refaulted_bytes: Option<u64>,
+    /// `MemAvailable`.
+    #[serde(default, deserialize_with = "number::optional")]
+    kernels_estimate_bytes: Option<u64>,
+}
+
+impl GivenMemory {
+    /// Returns the available memory at the last reading; `None` without a reading.
+    fn observation(&self) -> Result<Option<Observation>, FieldError> {
+        let capacity = u64::try_from(self.capacity.value()).unwrap_or(0);
+        let (mut needed, mut available, mut before) = (NeededCache::default(), None, None);
+        for (i, given) in self.readings.iter().enumerate() {
+            if before.is_some_and(|before| given.at < before) {
+                let message = "is before the previous reading";
+                return Err(FieldError::new(format!("memory.readings[{i}].at"), message.to_owned()));
+            }
+            before = Some(given.at);
+            let reading = MemoryReading {
+                available: capacity.saturating_sub(given.working_set_bytes.unwrap_or(0)),
+                cache: FileCache {
+                    active: given.active_file_bytes.unwrap_or(0),
+                    unwritten: given.unwritten_bytes.unwrap_or(0),
+                    refaulted: given.refaulted_bytes,
+                },
+                kernels_estimate: given.kernels_estimate_bytes,
+            };
+            available = Some(match self.signal {
+                MemorySignal::WorkingSet => reading.available,
+                MemorySignal::Reclaimable => needed.available(Moment::of_scenario(given.at), &reading),
+            });
+        }
+        let bytes = |bytes: u64| Quantity::from_units(i64::try_from(bytes.min(capacity)).unwrap_or(i64::MAX));
+        Ok(available.map(|available| Observation { available: bytes(available), capacity: self.capacity }))
+    }
 }
 
 /// A quantity or a percentage; a quantity may be a JSON number.
@@ -98,12 +161,15 @@ struct Usage {
     inodes: Option<u64>,
     #[serde(deserialize_with = "number::optional")]
     pids: Option<u64>,
+    #[serde(deserialize_with = "number::optional")]
+    swap_bytes: Option<u64>,
 }
 
 impl From<&Usage> for PodUsage {
     fn from(usage: &Usage) -> Self {
         Self {
             memory_working_set_bytes: usage.memory_working_set_bytes.unwrap_or(0),
+            swap_bytes: usage.swap_bytes.unwrap_or(0),
             rootfs_bytes: usage.rootfs_bytes.unwrap_or(0),
             logs_bytes: usage.logs_bytes.unwrap_or(0),
             volumes_bytes: usage.volumes_bytes.unwrap_or(0),
@@ -124,6 +190,9 @@ pub(crate) struct EvictionOutput {
     reclaim: &'static [Reclaim],
     ranked: Vec<String>,
     evict: Option<String>,
+    /// The number that follows from the readings of memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_available: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     why: Vec<String>,
 }
@@ -147,8 +216,11 @@ impl Scenario for EvictionScenario {
         }
         let candidates = self.candidates()?;
         let names = self.names()?;
+        let mut observations = self.observations.clone();
+        let memory = self.memory.as_ref().map(GivenMemory::observation).transpose()?.flatten();
+        observations.extend(memory.map(|memory| (Signal::MemoryAvailable, memory)));
         let assessment =
-            self.tracker(&thresholds).assess(Moment::of_scenario(self.now), &thresholds, &self.observations);
+            self.tracker(&thresholds).assess(Moment::of_scenario(self.now), &thresholds, &observations);
         let signals = |indices: &[usize]| {
             let mut seen = BTreeSet::new();
             let signals = indices.iter().filter_map(|i| thresholds.get(*i)).map(|threshold| threshold.signal);
@@ -161,6 +233,7 @@ impl Scenario for EvictionScenario {
             reclaim: &[],
             ranked: Vec::new(),
             evict: None,
+            memory_available: memory.map(|memory| memory.available.binary()),
             why,
         };
         if let Some(signal) = output.actionable.first().copied() {

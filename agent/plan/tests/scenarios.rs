@@ -180,6 +180,33 @@ fn eviction_refuses_what_is_no_threshold() {
 }
 
 #[test]
+fn cache_that_is_not_read_again_evicts_no_pod_by_the_reclaimable_signal() {
+    const GIB: u64 = 1 << 30;
+    let scenario = |signal: &str, refaulted: [u64; 2]| {
+        let reading = |at: &str, refaulted: u64| {
+            json!({"at": at, "workingSetBytes": 15 * GIB + GIB / 2, "activeFileBytes": 8 * GIB,
+                "refaultedBytes": refaulted, "kernelsEstimateBytes": 9 * GIB})
+        };
+        json!({"name": "n", "now": "2026-11-21T12:10:00Z",
+            "thresholds": [{"signal": "memory.available", "value": "1Gi"}], "observations": {},
+            "memory": {"signal": signal, "capacity": "16Gi", "readings":
+                [reading("2026-11-21T11:00:00Z", refaulted[0]), reading("2026-11-21T12:10:00Z", refaulted[1])]},
+            "pods": [{"pod": {"metadata": {"name": "web"}, "spec": {"containers": []}},
+                "usage": {"memoryWorkingSetBytes": 9 * GIB, "swapBytes": 0}}]})
+    };
+    let check = |signal: &str, refaulted: [u64; 2], available: &str, evict: Value| {
+        let answer = answer("eviction", &scenario(signal, refaulted)).unwrap();
+        assert_eq!((&answer["memoryAvailable"], &answer["evict"]), (&json!(available), &evict), "{signal}");
+    };
+    check("workingSet", [0, 0], "512Mi", json!("default/web"));
+    check("reclaimable", [0, 0], "8704Mi", Value::Null);
+    check("reclaimable", [0, 8 * GIB], "512Mi", json!("default/web"));
+    let mut back = scenario("reclaimable", [0, 0]);
+    back["memory"]["readings"][0]["at"] = json!("2026-11-21T13:00:00Z");
+    refuse("eviction", &back, "memory.readings[1].at: is before the previous reading");
+}
+
+#[test]
 fn the_containers_filesystem_follows_the_one_that_it_is_part_of() {
     let scenario = json!({"name": "n", "now": "2026-11-21T12:00:00Z", "pods": [],
         "thresholds": [{"signal": "nodefs.available", "value": "10%"}, {"signal": "containerfs.available", "value": "1%"}],

@@ -3,7 +3,10 @@
 
 use std::sync::Arc;
 
-use beelet_policy::eviction::{DiskLayout, Reclaim};
+use beelet_policy::{
+    eviction::{DiskLayout, EvictionSwap, Reclaim},
+    resources::cgroups::SwapBehavior,
+};
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::{mpsc, watch};
@@ -17,10 +20,11 @@ use beelet_bpf::{
     Interest,
     quota::{self, Uncounted},
 };
+use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_eviction::{
-    DiskUsages, DiskView, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimed, Reclaimer, edges,
-    gauges,
+    DiskUsages, DiskView, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimed, Reclaimer,
+    SwapDoor, edges, gauges,
 };
 use beelet_images::{
     Collector, ImageGc, ImageGcRequest, Leases,
@@ -188,7 +192,10 @@ fn eviction(
     let (layout_out, layout) = watch::channel(DiskLayout::default());
     let hints = Hints::default();
     let mut gauges = filesystems.gauges();
-    gauges.extend(services.doors.gauges.clone().unwrap_or_else(|| gauges::of_the_machine(&cgroups)));
+    let memory_signal = services.config.beelet.eviction_memory_signal;
+    let of_the_machine = || gauges::of_the_machine(&cgroups, memory_signal);
+    gauges.extend(services.doors.gauges.clone().unwrap_or_else(of_the_machine));
+    let swap = services.config.beelet.eviction_swap;
     let eviction = Eviction::new(beelet_eviction::Parts {
         thresholds: configured.thresholds.clone(),
         transition: configured.pressure_transition,
@@ -196,10 +203,17 @@ fn eviction(
         gauges,
         layout,
         hints: hints.clone(),
-        usage: PodUsages { cgroups: Arc::clone(&cgroups), config: node.cgroup_config.clone(), disk },
+        usage: PodUsages {
+            cgroups: Arc::clone(&cgroups),
+            config: node.cgroup_config.clone(),
+            memory_signal,
+            swap,
+            disk,
+        },
         table: services.table.clone(),
         requests: requests.clone(),
         reclaimer,
+        swap: swap_door(&services.config, &cgroups),
         conditions,
         events: services.node_events(),
         metrics: metrics.clone(),
@@ -214,6 +228,22 @@ fn eviction(
         ("file systems", Box::pin(follow)),
     ];
     (eviction, sources)
+}
+
+/// Returns the door to swap if swap counts in eviction and pods may use it.
+fn swap_door(config: &Config, cgroups: &Arc<Cgroups>) -> Option<SwapDoor> {
+    let counts = config.beelet.eviction_swap == EvictionSwap::Counted;
+    if !counts || config.swap_behavior != SwapBehavior::LimitedSwap {
+        return None;
+    }
+    let door = SwapDoor::of_the_machine(cgroups);
+    if door.is_none() {
+        warn!(
+            "evictionSwap: this kernel cannot move pods' memory to swap on request (that takes cgroup v2 and Linux 5.19); \
+             swap counts only in the ranking"
+        );
+    }
+    door
 }
 
 /// Returns the reclaimer, by which eviction runs the collectors before it evicts a pod.

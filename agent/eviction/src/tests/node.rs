@@ -62,6 +62,20 @@ pub(super) struct Node {
     pub(super) running: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
 }
 
+/// A node that does not run yet.
+trait Built {
+    fn run(self) -> Node;
+}
+
+impl Built for (Node, Eviction) {
+    fn run(self) -> Node {
+        let (mut node, eviction) = self;
+        let shutdown = CancellationToken::new();
+        node.running = Some((shutdown.clone(), tokio::spawn(eviction.run(shutdown))));
+        node
+    }
+}
+
 impl Node {
     /// Starts a node of one disk with these thresholds and pods `(name, spec, MiB of memory in use)`.
     pub(super) fn start(thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> Self {
@@ -73,10 +87,28 @@ impl Node {
         thresholds: Vec<Threshold>,
         pods: &[(&str, Value, i64)],
     ) -> Self {
-        let (mut node, eviction) = Self::build(layout, thresholds, pods);
-        let shutdown = CancellationToken::new();
-        node.running = Some((shutdown.clone(), tokio::spawn(eviction.run(shutdown))));
-        node
+        Self::build(layout, thresholds, pods).run()
+    }
+
+    /// Starts a node of one disk, whose swap has this number of free MiB. A request moves `per_mille` of the
+    /// requested memory, which becomes available.
+    pub(super) fn start_with_swap(free: i64, per_mille: i64, pods: &[(&str, Value, i64)]) -> Self {
+        let (node, mut eviction) = Self::build(DiskLayout::Single, hard(), pods);
+        let left = Arc::new(Mutex::new(free * MIB));
+        let (shown, memory) = (Arc::clone(&left), Arc::clone(&node.memory));
+        let door = SwapDoor {
+            free: Arc::new(move || shown.lock().unwrap().unsigned_abs()),
+            fill: Arc::new(move |bytes| {
+                let moved = i64::try_from(bytes).unwrap() * per_mille / 1000;
+                *left.lock().unwrap() -= moved;
+                if let Shows::Mib(available) = &mut *memory.lock().unwrap() {
+                    *available += moved / MIB;
+                }
+                moved.unsigned_abs()
+            }),
+        };
+        eviction.swap_outs = SwapOuts::new(Some(door));
+        (node, eviction).run()
     }
 
     /// Builds the same node without running eviction.
@@ -133,10 +165,17 @@ impl Node {
             ],
             layout: watch::channel(file_systems).1,
             hints: hints.clone(),
-            usage: PodUsages { cgroups, config, disk: disks.clone() },
+            usage: PodUsages {
+                cgroups,
+                config,
+                memory_signal: MemorySignal::default(),
+                swap: EvictionSwap::default(),
+                disk: disks.clone(),
+            },
             table: table.subscribe(),
             requests: requests_out,
             reclaimer,
+            swap: None,
             conditions: conditions_out,
             events: NodeEvents::new(Recorder::default(), "n1"),
             metrics: metrics.clone(),

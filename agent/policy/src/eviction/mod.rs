@@ -6,7 +6,9 @@
 
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod local_storage;
+mod memory_signal;
 mod ranking;
+mod swap;
 mod threshold;
 
 use std::{
@@ -14,7 +16,9 @@ use std::{
     time::Duration,
 };
 
+pub use memory_signal::{FileCache, MemoryReading, MemorySignal, NeededCache};
 pub use ranking::{Candidate, DiskPart, PodUsage, deficit, has_come, is_worth_it, rank, victim, victims};
+pub use swap::{EvictionSwap, SwapOut, swap_out};
 pub use threshold::{ThresholdValue, ValueError};
 
 use serde::{Deserialize, Serialize};
@@ -123,7 +127,9 @@ impl Signal {
         }
     }
 
-    const fn is_memory(self) -> bool {
+    /// Returns true for the signals of memory.
+    #[must_use]
+    pub const fn is_memory(self) -> bool {
         matches!(self, Self::MemoryAvailable | Self::AllocatableMemoryAvailable)
     }
 

@@ -11,6 +11,9 @@ use beelet_units::quantity::Quantity;
 pub struct PodUsage {
     /// Memory that cannot be reclaimed at once.
     pub memory_working_set_bytes: u64,
+    /// Memory in swap, if swap counts ([`super::EvictionSwap`]). The end of the pod does not free memory by
+    /// this amount, but the pod occupies it beyond its request.
+    pub swap_bytes: u64,
     /// The containers' writable layers.
     pub rootfs_bytes: u64,
     /// The containers' logs.
@@ -74,6 +77,12 @@ impl PodUsage {
         }
     }
 
+    /// Returns the usage that is compared with the request when the signal is low.
+    fn occupied(&self, signal: Signal, layout: DiskLayout) -> Quantity {
+        let swap = if signal.is_memory() { self.swap_bytes } else { 0 };
+        self.of(signal, layout) + Quantity::from_units(i64::try_from(swap).unwrap_or(i64::MAX))
+    }
+
     const fn bytes_of(&self, part: DiskPart) -> u64 {
         match part {
             DiskPart::Rootfs => self.rootfs_bytes,
@@ -100,17 +109,21 @@ pub struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    /// Returns the pod's usage of the signal's resource; `None` without statistics.
-    fn known(&self, signal: Signal, layout: DiskLayout) -> Option<Quantity> {
+    /// Returns the pod's usage; `None` without statistics for the signal.
+    fn measured(&self, signal: Signal, layout: DiskLayout) -> Option<PodUsage> {
         let counts = DiskPart::counted(signal, layout).contains(&DiskPart::Volumes);
-        let usage = self.usage.filter(|usage| !(counts && usage.hides_disk))?;
-        Some(usage.of(signal, layout))
+        self.usage.filter(|usage| !(counts && usage.hides_disk))
+    }
+
+    /// Returns the amount that the end of the pod frees; `None` without statistics.
+    fn known(&self, signal: Signal, layout: DiskLayout) -> Option<Quantity> {
+        Some(self.measured(signal, layout)?.of(signal, layout))
     }
 
     /// Returns the pod's usage, its request for the signal's resource, and true if usage exceeds the request;
     /// `None` without statistics. Process ids have no requests.
     fn against_request(&self, signal: Signal, layout: DiskLayout) -> Option<(Quantity, Quantity, bool)> {
-        let usage = self.known(signal, layout)?;
+        let usage = self.measured(signal, layout)?.occupied(signal, layout);
         // For inodes, too, the kubelet subtracts the request for bytes: kept, since the order is part of the
         // contract.
         let (limit, subtracted) = match signal {

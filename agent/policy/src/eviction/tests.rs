@@ -549,3 +549,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn swapped_memory_counts_against_the_request_and_is_not_freed() {
+    let pod: Pod = serde_json::from_value(json!({"spec": {"containers": [{"name": "c",
+        "resources": {"requests": {"memory": "100"}}}]}}))
+    .unwrap();
+    let candidate = |memory, swap| Candidate {
+        demand: PodDemand::read(&pod).unwrap(),
+        priority: 0,
+        critical: false,
+        leaving: false,
+        usage: Some(PodUsage { memory_working_set_bytes: memory, swap_bytes: swap, ..PodUsage::default() }),
+    };
+    let (signal, layout) = (Signal::MemoryAvailable, DiskLayout::Single);
+    let pods = [candidate(110, 0), candidate(90, 500), candidate(95, 0)];
+    let ranked = rank(signal, layout, &pods);
+    assert_eq!(ranked, [1, 0, 2]);
+    // The swapped 500 bytes free no memory.
+    assert_eq!(victims(signal, layout, &ranked, &pods, units(150), false), [1, 0]);
+    assert_eq!(rank(Signal::PidAvailable, layout, &pods), [0, 1, 2]);
+}
