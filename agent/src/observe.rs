@@ -176,7 +176,13 @@ impl ObserveArgs {
             Caps::Always => CpuCaps::Always,
         };
         let (interval, back_off) = (defaults.interval, defaults.back_off);
-        Ok(beelet_tuner::Settings { mode, interval, back_off, law: Law { cpu_caps, ..defaults.law } })
+        Ok(beelet_tuner::Settings {
+            mode,
+            interval,
+            back_off,
+            law: Law { cpu_caps, ..defaults.law },
+            cold: beelet_tuner::ColdSettings::default(),
+        })
     }
 }
 

@@ -24,7 +24,7 @@ use beelet_policy::{
         settings::{Connections, ExecMode},
     },
     resources::cgroups::{CpuWeightFormula, MemoryQos, SwapBehavior},
-    tuner::{Law, TunerMode, scheduler::SchedulerKind},
+    tuner::{Law, TunerMode, cold::ColdLaw, scheduler::SchedulerKind},
 };
 use beelet_units::{
     bpf_settings::{BpfMode, PressureEdges},
@@ -350,6 +350,10 @@ pub struct Tuner {
     pub back_off: Duration,
     /// Bounds, step sizes and delays.
     pub law: Law,
+    /// Off, advise or enforce: proactive reclaim.
+    pub reclaim: TunerMode,
+    /// Bounds and step sizes of proactive reclaim.
+    pub cold: ColdLaw,
 }
 
 /// Default path of the configuration.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use beelet_policy::tuner::{CpuCaps, Law, TunerMode, scheduler::SchedulerKind};
+use beelet_policy::tuner::{CpuCaps, Law, TunerMode, cold::ColdLaw, scheduler::SchedulerKind};
 use beelet_units::quantity::Quantity;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -35,6 +35,10 @@ pub(super) struct TunerWire {
     helpless_steps: Option<u32>,
     gain_percent: Option<u32>,
     standstill_ticks: Option<u32>,
+    #[serde(deserialize_with = "mode")]
+    reclaim: Option<TunerMode>,
+    reclaim_rate: Option<String>,
+    reclaim_swap_rate: Option<String>,
 }
 
 /// Reads the mode from a word or a boolean: YAML reads a bare `off` as false.
@@ -112,7 +116,7 @@ pub(super) fn resolve(wire: &mut TunerWire) -> Result<Tuner, Problem> {
             1,
             100,
         )?,
-        memory_floor: memory_floor(&mut wire.memory_floor, default.memory_floor)?,
+        memory_floor: bytes("memoryFloor", &mut wire.memory_floor, default.memory_floor, 1 << 20)?,
         quiet_percent: number("quietPercent", &mut wire.quiet_percent, default.quiet_percent, 0, 100)?,
         burst_percent: number("burstPercent", &mut wire.burst_percent, default.burst_percent, 0, 100)?,
         helpless_steps: number("helplessSteps", &mut wire.helpless_steps, default.helpless_steps, 0, 1000)?,
@@ -128,7 +132,25 @@ pub(super) fn resolve(wire: &mut TunerWire) -> Result<Tuner, Problem> {
     };
     let mode = *wire.mode.get_or_insert(TunerMode::Advise);
     let scheduler = *wire.scheduler.get_or_insert_default();
-    Ok(Tuner { mode, scheduler, interval, back_off, law })
+    let (reclaim, cold) = cold(wire, law.memory_floor)?;
+    Ok(Tuner { mode, scheduler, interval, back_off, law, reclaim, cold })
+}
+
+/// Resolves proactive reclaim.
+fn cold(wire: &mut TunerWire, floor: u64) -> Result<(TunerMode, ColdLaw), Problem> {
+    let default = ColdLaw::default();
+    let law = ColdLaw {
+        floor,
+        bytes_per_second: bytes("reclaimRate", &mut wire.reclaim_rate, default.bytes_per_second, 1 << 20)?,
+        swap_bytes_per_second: bytes(
+            "reclaimSwapRate",
+            &mut wire.reclaim_swap_rate,
+            default.swap_bytes_per_second,
+            0,
+        )?,
+        ..default
+    };
+    Ok((*wire.reclaim.get_or_insert(TunerMode::Off), law))
 }
 
 fn problem(field: &str, message: String) -> Problem {
@@ -163,14 +185,14 @@ fn interval(value: &mut Option<GoDuration>) -> Result<Duration, Problem> {
     Err(problem("interval", format!("{value:?} is out of range: 50ms to 60s")))
 }
 
-fn memory_floor(value: &mut Option<String>, default: u64) -> Result<u64, Problem> {
+fn bytes(field: &str, value: &mut Option<String>, default: u64, least: u64) -> Result<u64, Problem> {
     let bytes = match value.as_deref() {
         None => default,
         Some(text) => {
-            let quantity =
-                Quantity::parse(text).map_err(|error| problem("memoryFloor", error.to_string()))?;
-            let bytes = u64::try_from(quantity.value()).ok().filter(|bytes| *bytes >= 1 << 20);
-            bytes.ok_or_else(|| problem("memoryFloor", format!("{text:?} is less than 1Mi")))?
+            let quantity = Quantity::parse(text).map_err(|error| problem(field, error.to_string()))?;
+            let bytes = u64::try_from(quantity.value()).ok().filter(|bytes| *bytes >= least);
+            let least = || Quantity::from_units(i64::try_from(least).unwrap_or(i64::MAX)).binary();
+            bytes.ok_or_else(|| problem(field, format!("{text:?} is less than {}", least())))?
         }
     };
     *value = Some(bytes.to_string());

@@ -38,6 +38,7 @@ pub(super) fn start(node: &Node, tasks: &mut Tasks, requests: mpsc::Sender<Reque
             interval: configured.interval,
             back_off: configured.back_off,
             law: configured.law,
+            cold: beelet_tuner::ColdSettings { mode: configured.reclaim, law: configured.cold },
         },
         metrics: services.metrics.tuner.clone(),
         view: node.late.tuner.clone(),

@@ -14,6 +14,7 @@ use tracing::{info, warn};
 
 use super::{
     Settings,
+    cold::Cold,
     holder::{Holder, Why},
     journal::Journal,
     knobs,
@@ -62,6 +63,7 @@ pub struct Engine {
     /// See [`Engine::is_quiet`].
     is_quiet: bool,
     throttled: Throttled,
+    cold: Cold,
     best_effort: String,
     /// The supported settings, and the time of that check.
     supports: Option<(Instant, Supports)>,
@@ -100,6 +102,7 @@ impl Engine {
             quiet: Quiet::default(),
             is_quiet: false,
             throttled: Throttled::default(),
+            cold: Cold::new(settings.cold, settings.mode),
             best_effort: BEST_EFFORT.to_owned(),
             supports: None,
             is_guest: false,
@@ -149,6 +152,7 @@ impl Engine {
         let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
         self.is_quiet = sampled.is_empty() && self.holder.state.is_at_rest();
         if self.is_quiet {
+            self.cold.tick(&self.holder.cgroups, pods, &self.metrics, now);
             // There is nothing to decide: the usage of BestEffort pods does not matter.
             self.sampler = Sampler::default();
             return self.act(&Observed { supports, ..Observed::default() }, now);
@@ -189,6 +193,7 @@ impl Engine {
     /// Restores all held settings. Returns their number.
     pub fn restore(&mut self) -> usize {
         self.rung.stop();
+        self.cold.end();
         self.holder.restore()
     }
 

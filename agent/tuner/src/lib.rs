@@ -6,6 +6,7 @@
 //! belongs to that process from then on. The mode `advise` writes nothing. Must never set anything except
 //! through [`beelet_cgroups`], nor decide by itself.
 
+mod cold;
 mod engine;
 mod events;
 mod foreign;
@@ -38,6 +39,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 pub use self::{
+    cold::ColdSettings,
     engine::{Engine, recover},
     events::record_events,
     metrics::Metrics,
@@ -64,6 +66,8 @@ pub struct Settings {
     pub back_off: Duration,
     /// Bounds, step sizes, patience.
     pub law: Law,
+    /// Proactive reclaim.
+    pub cold: ColdSettings,
 }
 
 /// The owner of the pods and their cgroups.

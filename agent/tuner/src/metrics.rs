@@ -29,6 +29,8 @@ pub struct Metrics {
     pub(super) restored: Counter,
     scheduler: Gauge,
     scheduler_lost: Counter,
+    reclaimed: Counter,
+    read_again: Gauge,
 }
 
 const KINDS: [KnobKind; 5] =
@@ -64,6 +66,24 @@ impl Metrics {
             "Times that the tuner's own scheduler failed to load or was unloaded by the kernel",
             self.scheduler_lost.clone(),
         );
+        registry.register(
+            "beelet_tuner_reclaimed_bytes",
+            "Cold memory that pods gave back on request",
+            self.reclaimed.clone(),
+        );
+        registry.register(
+            "beelet_tuner_read_again_bytes",
+            "Part of that memory that the running pods have read again",
+            self.read_again.clone(),
+        );
+    }
+
+    pub(super) fn reclaimed(&self, bytes: u64) {
+        self.reclaimed.inc_by(bytes);
+    }
+
+    pub(super) fn read_again(&self, bytes: u64) {
+        self.read_again.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
     pub(super) fn step(&self, kind: KnobKind, gives_back: bool, outcome: &'static str) {

@@ -8,7 +8,7 @@ use beelet_policy::{
 };
 use tempfile::TempDir;
 
-use super::{Engine, Metrics, Outcome, Settings, longer_pause, recover};
+use super::{ColdSettings, Engine, Metrics, Outcome, Settings, longer_pause, recover};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet_state::State;
 
@@ -51,7 +51,8 @@ impl Fake {
 
     fn engine_by(&self, law: Law) -> Engine {
         let (interval, back_off) = (Duration::from_secs(1), Duration::from_secs(60));
-        let settings = Settings { mode: TunerMode::Enforce, interval, back_off, law };
+        let cold = ColdSettings::default();
+        let settings = Settings { mode: TunerMode::Enforce, interval, back_off, law, cold };
         Engine::new(Arc::clone(&self.cgroups), self.state(), None, settings, Metrics::default())
     }
 
@@ -234,7 +235,13 @@ fn a_failed_restoration_is_retried_once_the_setting_is_no_longer_left_alone() {
 #[test]
 fn a_long_tick_is_followed_by_a_longer_pause() {
     let ms = Duration::from_millis;
-    let of = |mode| Settings { mode, interval: ms(500), back_off: Duration::ZERO, law: Law::default() };
+    let of = |mode| Settings {
+        mode,
+        interval: ms(500),
+        back_off: Duration::ZERO,
+        law: Law::default(),
+        cold: ColdSettings::default(),
+    };
     let (enforce, advise) = (of(TunerMode::Enforce), of(TunerMode::Advise));
     assert_eq!(longer_pause(&enforce, ms(10), false), None, "2 % of a processor");
     assert_eq!(longer_pause(&enforce, ms(300), false), Some(ms(7200)), "4 %");

@@ -16,7 +16,9 @@ use beelet_policy::{
 use beelet_state::State;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
-use beelet_tuner::{Engine, Metrics, Outcome, Settings, Target, TargetContainer, View, recover};
+use beelet_tuner::{
+    ColdSettings, Engine, Metrics, Outcome, Settings, Target, TargetContainer, View, recover,
+};
 use beelet_units::cgroup_driver::CgroupDriver;
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";
@@ -98,8 +100,13 @@ fn owners_values(cgroups: &Cgroups) -> Vec<(String, Files)> {
 }
 
 fn engine(cgroups: &Arc<Cgroups>, state: Arc<State>, mode: TunerMode, law: Law) -> Engine {
-    let settings =
-        Settings { mode, interval: Duration::from_millis(100), back_off: Duration::from_secs(600), law };
+    let settings = Settings {
+        mode,
+        interval: Duration::from_millis(100),
+        back_off: Duration::from_secs(600),
+        law,
+        cold: ColdSettings::default(),
+    };
     Engine::new(Arc::clone(cgroups), state, None, settings, Metrics::default())
 }
 

@@ -23,7 +23,7 @@ use beelet_tests::cri::{Asked, Container, FakeCri, Op, PATIENCE, Sandbox};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::{require, workdir};
-use beelet_tuner::Settings;
+use beelet_tuner::{ColdSettings, Settings};
 use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinHandle;
@@ -324,7 +324,7 @@ impl Owned {
         Node::start_with(cri, |options| {
             self.root.path().clone_into(&mut options.cgroup_root);
             self.state.path().clone_into(&mut options.state_dir);
-            options.tune = Some(Settings { mode, interval, back_off, law });
+            options.tune = Some(Settings { mode, interval, back_off, law, cold: ColdSettings::default() });
         })
     }
 }

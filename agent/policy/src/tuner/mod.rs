@@ -13,6 +13,7 @@
 //! Decides and gives reasons; must never read or write a cgroup, nor know the file of a [`Knob`] in either
 //! cgroup version.
 
+pub mod cold;
 pub mod reclaim;
 pub mod scheduler;
 

@@ -42,8 +42,8 @@ impl Engine {
         View {
             mode: Some(self.settings.mode),
             at: Some(Timestamp::now()),
-            findings,
-            lacking: lacking.into_iter().chain(self.rung.lacking()).collect(),
+            findings: findings.into_iter().chain(self.cold.findings()).collect(),
+            lacking: lacking.into_iter().chain(self.rung.lacking()).chain(self.cold.lacking()).collect(),
             scheduler_lost: self.rung.why_lost().map(str::to_owned),
             held: held.collect(),
             blocked: blocked.collect(),
