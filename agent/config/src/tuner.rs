@@ -35,6 +35,7 @@ pub(super) struct TunerWire {
     helpless_steps: Option<u32>,
     gain_percent: Option<u32>,
     standstill_ticks: Option<u32>,
+    best_effort_disk_weight: Option<u32>,
     #[serde(deserialize_with = "mode")]
     reclaim: Option<TunerMode>,
     reclaim_rate: Option<String>,
@@ -128,6 +129,13 @@ pub(super) fn resolve(wire: &mut TunerWire) -> Result<Tuner, Problem> {
             default.standstill_ticks,
             0,
             10_000,
+        )?,
+        best_effort_disk_weight: number(
+            "bestEffortDiskWeight",
+            &mut wire.best_effort_disk_weight,
+            default.best_effort_disk_weight,
+            0,
+            1000,
         )?,
     };
     let mode = *wire.mode.get_or_insert(TunerMode::Advise);

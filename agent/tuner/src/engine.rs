@@ -155,7 +155,8 @@ impl Engine {
             self.cold.tick(&self.holder.cgroups, pods, &self.metrics, now);
             // There is nothing to decide: the usage of BestEffort pods does not matter.
             self.sampler = Sampler::default();
-            return self.act(&Observed { supports, ..Observed::default() }, now);
+            let best_effort = self.best_effort.clone();
+            return self.act(&Observed { supports, best_effort, ..Observed::default() }, now);
         }
         let kernel = (waits.unwrap_or_default(), self.kernel.as_ref());
         let mut seen =

@@ -50,6 +50,7 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
         }
         KnobKind::MemoryHigh => vec![Setting::new("memory.high", &value)],
         KnobKind::Burst => vec![Setting::new(burst_file(cgroups), &value)],
+        KnobKind::DiskWeight => disk_weight(cgroups, &knob.cgroup, value).into_iter().collect(),
     }
 }
 
@@ -61,6 +62,7 @@ pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
         "cpu.max" | "cpu.cfs_quota_us" => KnobKind::CpuCap,
         "memory.high" => KnobKind::MemoryHigh,
         "cpu.max.burst" | "cpu.cfs_burst_us" => KnobKind::Burst,
+        "io.weight" | "io.bfq.weight" | "blkio.bfq.weight" => KnobKind::DiskWeight,
         _ => return None,
     })
 }
@@ -77,8 +79,22 @@ pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
         harmless_caps: kernel_release::running() >= STOPS_OUTSIDE,
         memory_high: cgroups.paths.version() == Version::V2 && has("memory.high"),
         burst: has(burst_file(cgroups)),
+        disk_weight: disk_weight(cgroups, best_effort, 1).is_some(),
         weights: true,
     }
+}
+
+/// Returns the file of a weight for disks, with its content: iocost's on version 2, or BFQ's. `None` if the
+/// kernel has neither.
+fn disk_weight(cgroups: &Cgroups, cgroup: &str, weight: u64) -> Option<Setting> {
+    let files: &[_] = match cgroups.paths.version() {
+        Version::V2 => &["io.weight", "io.bfq.weight"],
+        Version::V1 | Version::Hybrid => &["blkio.bfq.weight"],
+    };
+    let file = files.iter().find(|file| cgroups.read(cgroup, file).is_some())?;
+    // Version 2 shows the weight of all devices as a line of its own.
+    let content = if file.starts_with("io.") { format!("default {weight}") } else { weight.to_string() };
+    Some(Setting::new(file, &content))
 }
 
 fn burst_file(cgroups: &Cgroups) -> &'static str {

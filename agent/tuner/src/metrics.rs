@@ -33,8 +33,14 @@ pub struct Metrics {
     read_again: Gauge,
 }
 
-const KINDS: [KnobKind; 5] =
-    [KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap, KnobKind::MemoryHigh, KnobKind::Burst];
+const KINDS: [KnobKind; 6] = [
+    KnobKind::Idle,
+    KnobKind::Weight,
+    KnobKind::CpuCap,
+    KnobKind::MemoryHigh,
+    KnobKind::Burst,
+    KnobKind::DiskWeight,
+];
 
 impl Metrics {
     /// Registers the metrics.

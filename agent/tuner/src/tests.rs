@@ -90,6 +90,7 @@ fn seen(wait: u32) -> Observed {
             harmless_caps: true,
             memory_high: true,
             burst: false,
+            disk_weight: false,
             weights: false,
         },
         pods: vec![
@@ -250,4 +251,23 @@ fn a_long_tick_is_followed_by_a_longer_pause() {
     assert_eq!(longer_pause(&enforce, Duration::ZERO, false), None);
     assert_eq!(longer_pause(&enforce, ms(1), true), None, "the next suffering container is helped in time");
     assert_eq!(longer_pause(&advise, ms(1), true), Some(ms(2000)));
+}
+
+#[test]
+fn the_disk_weight_is_held_until_the_end_and_restored_after_a_kill() {
+    let fake = Fake::new();
+    fs::write(fake.file("io.weight"), "default 100").unwrap();
+    let law = Law { best_effort_disk_weight: 10, ..Law::default() };
+    let mut engine = fake.engine_by(law);
+    for _ in 0..3 {
+        engine.tick(&[], Instant::now());
+        assert_eq!(fake.read("io.weight"), "default 10");
+    }
+    assert!(engine.is_quiet());
+    drop(engine);
+    assert_eq!(recover(&fake.cgroups, &fake.state()), 1);
+    assert_eq!(fake.read("io.weight"), "default 100");
+    let mut engine = fake.engine_by(law);
+    engine.tick(&[], Instant::now());
+    assert_eq!((engine.restore(), fake.read("io.weight")), (1, "default 100".to_owned()));
 }

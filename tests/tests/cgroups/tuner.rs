@@ -153,6 +153,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
             harmless_caps: false,
             memory_high: cgroups.paths.version() == Version::V2,
             burst: false,
+            disk_weight: false,
             weights: false,
         },
         pods: vec![

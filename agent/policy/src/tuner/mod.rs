@@ -102,6 +102,8 @@ pub struct Law {
     /// Ticks that a pod may stand still for memory that was taken from it before it gets the memory back; 0
     /// for no limit.
     pub standstill_ticks: u32,
+    /// Weight of BestEffort pods' requests to disks while the tuner runs; 0 leaves the owner's weight.
+    pub best_effort_disk_weight: u32,
 }
 
 impl Default for Law {
@@ -125,6 +127,7 @@ impl Default for Law {
             gain_percent: 10,
             retry_ticks: 1200,
             standstill_ticks: 20,
+            best_effort_disk_weight: 0,
         }
     }
 }
@@ -153,6 +156,8 @@ pub enum KnobKind {
     MemoryHigh,
     /// Microseconds by which a quota may be exceeded, saved in earlier periods (kernel 5.14).
     Burst,
+    /// A weight of the cgroup's requests to disks; 100 is the kernel's default.
+    DiskWeight,
 }
 
 /// Features of this kernel and this cgroup version.
@@ -167,6 +172,8 @@ pub struct Supports {
     pub memory_high: bool,
     /// [`KnobKind::Burst`].
     pub burst: bool,
+    /// [`KnobKind::DiskWeight`]: iocost or BFQ is part of the kernel.
+    pub disk_weight: bool,
     /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: true if this agent owns the pods' cgroups, and
     /// they have an effect.
     pub weights: bool,
@@ -272,7 +279,7 @@ impl State {
     /// container that does not suffer and has no burst then makes no difference to a decision.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
-        self.held.keys().all(|knob| knob.kind == KnobKind::Burst)
+        self.held.keys().all(|knob| matches!(knob.kind, KnobKind::Burst | KnobKind::DiskWeight))
             && self.cpu_help.is_empty()
             && self.memory_help.is_empty()
     }
@@ -286,6 +293,8 @@ impl State {
                 let is_within = |cgroup: &str| Path::new(cgroup).starts_with(&knob.cgroup);
                 self.throttled.iter().all(|(cgroup, ladder)| ladder.is_calm() || !is_within(cgroup))
             }
+            // Held for as long as the tuner runs.
+            KnobKind::DiskWeight => false,
             KnobKind::Idle | KnobKind::Weight | KnobKind::CpuCap | KnobKind::MemoryHigh => {
                 self.cpu.is_calm() && self.memory.is_calm()
             }

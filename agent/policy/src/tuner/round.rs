@@ -3,6 +3,7 @@
 mod burst;
 mod complaints;
 mod cpu;
+mod disk;
 mod memory;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -145,6 +146,7 @@ impl<'a> Round<'a> {
             Move::GiveBack => memory::relax(node, &mut self.hand),
             Move::Stay => {}
         }
+        disk::yield_to_others(node, &mut self.hand);
         Bursts { node, hand: &mut self.hand, ladders: &mut self.state.throttled }.lend();
         let findings = vec![finding(&cpu, &self.state.cpu_help), finding(&stalls, &self.state.memory_help)];
         Decision { state: State { held: self.hand.held, ..self.state }, steps: self.hand.steps, findings }

@@ -52,8 +52,14 @@ fn pod(name: &str, class: QosClass) -> PodSample {
 fn node(wait_permille: u32, best_effort_used: u64) -> Observed {
     let mut server = pod("server", QosClass::Guaranteed);
     server.containers[0].cpu_wait_permille = Some(wait_permille);
-    let supports =
-        Supports { idle: true, harmless_caps: true, memory_high: true, burst: true, weights: false };
+    let supports = Supports {
+        idle: true,
+        harmless_caps: true,
+        memory_high: true,
+        burst: true,
+        disk_weight: false,
+        weights: false,
+    };
     let pods = vec![server, pod("hog", QosClass::BestEffort)];
     Observed { cpus: 2000, best_effort: BEST_EFFORT.to_owned(), best_effort_used, supports, pods }
 }
@@ -543,4 +549,27 @@ fn a_wait_for_own_threads_ends_with_only_idle_held() {
     assert_eq!(run(&law, &mut state.clone(), &node(310, 1600), 1), ["cpu.max=1200"]);
     let soon = Law { retry_ticks: 20, ..law };
     assert_eq!(run(&soon, &mut state, &seen, 40)[..3], ["cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
+}
+
+#[test]
+fn best_effort_pods_yield_the_disk_while_the_tuner_runs() {
+    let law = Law { best_effort_disk_weight: 10, ..quick() };
+    let supports = Supports { disk_weight: true, ..Supports::default() };
+    let seen = Observed { best_effort: BEST_EFFORT.to_owned(), supports, ..Observed::default() };
+    let knob = Knob { cgroup: BEST_EFFORT.to_owned(), kind: KnobKind::DiskWeight };
+    let mut state = State::default();
+    for expected in [1, 0, 0] {
+        let decision = decide(&law, &state, &seen, &BTreeSet::new());
+        assert_eq!(decision.steps.len(), expected);
+        state = decision.state;
+        assert_eq!(state.held.get(&knob), Some(&10));
+        assert!(state.is_at_rest() && !state.is_calm_for(&knob));
+    }
+    // Another process has set the weight.
+    assert_eq!(decide(&law, &State::default(), &seen, &[knob].into()).steps, []);
+    for law in [quick(), Law { best_effort_disk_weight: 0, ..law }] {
+        assert_eq!(decide(&law, &State::default(), &seen, &BTreeSet::new()).steps, []);
+    }
+    let without = Observed { supports: Supports::default(), ..seen };
+    assert_eq!(decide(&law, &State::default(), &without, &BTreeSet::new()).steps, []);
 }

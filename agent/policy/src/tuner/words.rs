@@ -20,6 +20,7 @@ impl KnobKind {
             Self::CpuCap => "cpu.max",
             Self::MemoryHigh => "memory.high",
             Self::Burst => "cpu.max.burst",
+            Self::DiskWeight => "io.weight",
         }
     }
 
@@ -27,7 +28,7 @@ impl KnobKind {
     #[must_use]
     pub fn show(self, value: u64) -> String {
         match self {
-            Self::Idle | Self::Weight => value.to_string(),
+            Self::Idle | Self::Weight | Self::DiskWeight => value.to_string(),
             Self::CpuCap => cpus(value),
             Self::MemoryHigh => bytes(value),
             Self::Burst => format!("{} ms", decimal(value / 100, 1)),

@@ -96,6 +96,13 @@ impl Engine {
             };
             lacking.push(format!("memory.high: {why}; the tuner sees memory stalls but cannot act on them"));
         }
+        if !supports.disk_weight && self.settings.law.best_effort_disk_weight > 0 {
+            lacking.push(
+                "io.weight: the kernel has neither iocost (CONFIG_BLK_CGROUP_IOCOST) nor BFQ with cgroups \
+                 (CONFIG_BFQ_GROUP_IOSCHED); BestEffort pods use disks like all others"
+                    .to_owned(),
+            );
+        }
         if !supports.burst {
             lacking.push(
                 "cpu.max.burst: the kernel is older than 5.14; throttled containers get no burst".to_owned(),

@@ -58,7 +58,7 @@ fn any_node() -> impl Strategy<Value = Observed> {
                 }
             }
             let best_effort = BEST_EFFORT.to_owned();
-            let supports = Supports { idle, harmless_caps, memory_high, burst, weights };
+            let supports = Supports { idle, harmless_caps, memory_high, burst, disk_weight: idle, weights };
             Observed { cpus: cpus * 1000, best_effort, best_effort_used, supports, pods }
         },
     )
@@ -112,6 +112,10 @@ proptest! {
                         None => prop_assert!(!seen.supports.idle && weight == 1),
                         Some(pod) => prop_assert!(seen.supports.weights && pod.class == QosClass::Burstable),
                     },
+                    (KnobKind::DiskWeight, Some(weight)) => {
+                        prop_assert!(pod.is_none() && seen.supports.disk_weight);
+                        prop_assert!(weight == law.best_effort_disk_weight.into());
+                    }
                     (_, None) => {}
                 }
             }
