@@ -7,6 +7,7 @@ mod machine;
 mod network;
 mod node;
 mod pods;
+mod resources;
 mod runtime;
 
 use std::io::{self, IsTerminal, Write};
@@ -133,6 +134,8 @@ const GROUPS: &[(&str, &[Check])] = &[
             machine::privileges,
             machine::cgroups,
             machine::pressure,
+            resources::memory,
+            resources::disks,
             machine::bpffs,
             machine::sock_diag,
             machine::clock,
