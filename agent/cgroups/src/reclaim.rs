@@ -52,7 +52,7 @@ pub fn is_supported(cgroups: &Cgroups, path: &str) -> bool {
 /// # Errors
 /// The kernel lacks the file or the argument for `pages` ([`CgroupError::is_unsupported_reclaim`]), the
 /// cgroup was removed, or the file cannot be written.
-pub fn take(
+pub fn reclaim_pages(
     cgroups: &Cgroups,
     path: &str,
     bytes: u64,
@@ -98,7 +98,7 @@ mod tests {
         fs::create_dir_all(&pod).unwrap();
         let soon = || Instant::now() + Duration::from_secs(60);
         assert!(!is_supported(&cgroups, "/pod"));
-        let missing = take(&cgroups, "/pod", 4096, Pages::Any, soon()).unwrap_err();
+        let missing = reclaim_pages(&cgroups, "/pod", 4096, Pages::Any, soon()).unwrap_err();
         assert!(missing.is_gone() && !pod.join(FILE).exists(), "{missing}");
         fs::write(pod.join(FILE), "").unwrap();
         assert!(is_supported(&cgroups, "/pod"));
@@ -107,9 +107,9 @@ mod tests {
             (CHUNK + 8192, Pages::File, "8192 swappiness=0"),
             (1 << 20, Pages::AnonFirst, "1048576 swappiness=200"),
         ] {
-            assert_eq!(take(&cgroups, "/pod", bytes, pages, soon()).unwrap(), bytes);
+            assert_eq!(reclaim_pages(&cgroups, "/pod", bytes, pages, soon()).unwrap(), bytes);
             assert_eq!(fs::read_to_string(pod.join(FILE)).unwrap(), last);
         }
-        assert_eq!(take(&cgroups, "/pod", 4096, Pages::Any, Instant::now()).unwrap(), 0);
+        assert_eq!(reclaim_pages(&cgroups, "/pod", 4096, Pages::Any, Instant::now()).unwrap(), 0);
     }
 }

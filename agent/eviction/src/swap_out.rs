@@ -55,9 +55,9 @@ impl SwapDoor {
 fn fill(cgroups: &Cgroups, bytes: u64) -> u64 {
     let used = || memory::of(cgroups, machine::PODS).map_or(0, |memory| memory.working_set);
     let (before, deadline) = (used(), StdInstant::now() + LONGEST);
-    let mut taken = reclaim::take(cgroups, machine::PODS, bytes, Pages::AnonFirst, deadline);
+    let mut taken = reclaim::reclaim_pages(cgroups, machine::PODS, bytes, Pages::AnonFirst, deadline);
     if taken.as_ref().is_err_and(beelet_cgroups::CgroupError::is_unsupported_reclaim) {
-        taken = reclaim::take(cgroups, machine::PODS, bytes, Pages::Any, deadline);
+        taken = reclaim::reclaim_pages(cgroups, machine::PODS, bytes, Pages::Any, deadline);
     }
     if let Err(error) = taken {
         info!(%error, "cannot move memory of pods to swap");

@@ -1,4 +1,5 @@
 mod node;
+mod swap;
 
 use std::{
     path::PathBuf,
@@ -116,28 +117,6 @@ async fn memory_freed_by_a_victim_since_the_last_reading_costs_no_other_pod() {
     read(&eviction, 95);
     eviction.decide().await;
     assert_eq!(node.evicted().await.0, "small");
-}
-
-#[tokio::test(start_paused = true)]
-async fn free_swap_takes_memory_before_a_pod_is_evicted() {
-    let mut node = Node::start_with_swap(30, 1000, &three());
-    for _ in 0..3 {
-        node.set(&node.memory, Shows::Mib(90));
-        assert_eq!(node.within(10).await, Vec::<String>::new());
-    }
-    // The swap is full.
-    node.set(&node.memory, Shows::Mib(90));
-    assert_eq!(node.within(3).await, ["big"]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_pod_is_evicted_if_little_memory_moves_to_swap_or_memory_falls_fast() {
-    let mut node = Node::start_with_swap(1000, 100, &three());
-    node.set(&node.memory, Shows::Mib(90));
-    assert_eq!(node.within(3).await, ["big"]);
-    let mut node = Node::start_with_swap(1000, 1000, &three());
-    node.set(&node.memory, Shows::Mib(40));
-    assert_eq!(node.within(3).await.first().map(String::as_str), Some("big"));
 }
 
 #[tokio::test(start_paused = true)]

@@ -109,16 +109,16 @@ impl Cold {
         let deadline = Instant::now() + LONGEST;
         for step in steps.iter().take_while(|_| Instant::now() < deadline) {
             let pages = if step.may_swap || !has_swap { Pages::Any } else { Pages::File };
-            let taken = self.take(cgroups, step, pages, deadline);
+            let taken = self.reclaim(cgroups, step, pages, deadline);
             metrics.reclaimed(taken);
             self.state.took(&self.law, moment, &step.cgroup, taken);
         }
         metrics.read_again(self.state.effects().map(|(_, effect)| effect.read_again).sum());
     }
 
-    fn take(&mut self, cgroups: &Cgroups, step: &ColdStep, pages: Pages, deadline: Instant) -> u64 {
+    fn reclaim(&mut self, cgroups: &Cgroups, step: &ColdStep, pages: Pages, deadline: Instant) -> u64 {
         let before = memory::of(cgroups, &step.cgroup).map_or(0, |memory| memory.usage);
-        match reclaim::take(cgroups, &step.cgroup, step.bytes, pages, deadline) {
+        match reclaim::reclaim_pages(cgroups, &step.cgroup, step.bytes, pages, deadline) {
             Ok(_) => {
                 let after = memory::of(cgroups, &step.cgroup).map_or(before, |memory| memory.usage);
                 before.saturating_sub(after)

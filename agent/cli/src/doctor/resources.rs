@@ -55,11 +55,18 @@ fn judge_reclaim(is_v2: bool, has: bool, wanted: bool) -> Finding {
 pub(super) fn disks(patient: &Patient) -> Vec<Finding> {
     let wanted = patient.config.beelet.tuner.law.best_effort_disk_weight > 0;
     let files = ["io.weight", "io.bfq.weight", "blkio.bfq.weight"];
-    let has = |cgroups: &Cgroups, cgroup: &str| files.iter().any(|file| cgroups.read(cgroup, file).is_some());
-    let Some((_, has)) = trial(patient, has) else { return Vec::new() };
-    let is_costed =
-        fs::read_to_string("/sys/fs/cgroup/io.cost.qos").is_ok_and(|text| text.contains("enable=1"));
+    let ask = |cgroups: &Cgroups, cgroup: &str| {
+        (files.iter().any(|file| cgroups.read(cgroup, file).is_some()), is_costed(cgroups))
+    };
+    let Some((_, (has, is_costed))) = trial(patient, ask) else { return Vec::new() };
     vec![judge_disks(has, is_costed, &weighted(Path::new("/sys/block")), wanted)]
+}
+
+/// Returns true if iocost is on for some disk. Only cgroup2's root has the file.
+fn is_costed(cgroups: &Cgroups) -> bool {
+    let unified = cgroups.paths.hierarchies().iter().find(|hierarchy| hierarchy.is_v2);
+    let text = unified.and_then(|unified| fs::read_to_string(unified.mount.join("io.cost.qos")).ok());
+    text.is_some_and(|text| text.contains("enable=1"))
 }
 
 fn judge_disks(has_file: bool, is_costed: bool, bfq: &[String], wanted: bool) -> Finding {
@@ -99,7 +106,7 @@ fn weighted(block: &Path) -> Vec<String> {
 
 /// Returns true as the first value on cgroup v2, and the answer for a new cgroup; `None` if none can be made,
 /// which the check of cgroups reports.
-fn trial(patient: &Patient, ask: impl Fn(&Cgroups, &str) -> bool) -> Option<(bool, bool)> {
+fn trial<T>(patient: &Patient, ask: impl Fn(&Cgroups, &str) -> T) -> Option<(bool, T)> {
     let cgroups = Cgroups::discover(&patient.config.cgroup_root, CgroupDriver::Cgroupfs).ok()?;
     let name = format!("beelet-doctor-ask-{}", std::process::id());
     let trial = Trial::make(&cgroups, &name).ok()?;

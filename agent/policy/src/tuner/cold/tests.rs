@@ -39,7 +39,7 @@ impl Simulated {
         }
     }
 
-    fn take(&mut self, bytes: u64) -> u64 {
+    fn reclaim(&mut self, bytes: u64) -> u64 {
         let cold = bytes.min(self.cold);
         let hot = (bytes - cold).min(self.hot - self.missing);
         self.cold -= cold;
@@ -77,7 +77,7 @@ impl Node {
         let steps = self.state.decide(&self.law, self.now, &ColdSeen { pods, ..ColdSeen::default() });
         for step in &steps {
             let pod = (0..self.pods.len()).find(|index| name(*index) == step.cgroup).unwrap();
-            let taken = self.pods[pod].take(step.bytes);
+            let taken = self.pods[pod].reclaim(step.bytes);
             self.state.took(&self.law, self.now, &step.cgroup, taken);
         }
         self.pods.iter_mut().for_each(Simulated::run);
