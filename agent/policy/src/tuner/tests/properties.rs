@@ -114,7 +114,7 @@ proptest! {
                     },
                     (KnobKind::DiskWeight, Some(weight)) => {
                         prop_assert!(pod.is_none() && seen.supports.disk_weight);
-                        prop_assert!(weight == law.best_effort_disk_weight.into());
+                        prop_assert!(weight == u64::from(law.best_effort_disk_weight));
                     }
                     (_, None) => {}
                 }
