@@ -79,7 +79,7 @@ impl Metrics {
         );
         registry.register(
             "beelet_tuner_read_again_bytes",
-            "Part of that memory that the running pods have read again",
+            "Cold memory taken from the running pods that they have read again",
             self.read_again.clone(),
         );
     }

@@ -56,6 +56,8 @@ pub(crate) fn of_file(file: &str, value: &str) -> Vec<Property> {
         "memory.high" => one("MemoryHigh", amount(value)),
         "memory.max" => one("MemoryMax", amount(value)),
         "memory.swap.max" => one("MemorySwapMax", amount(value)),
+        // The weight of all devices; lines of single devices have no property.
+        "io.weight" => one("IOWeight", value.strip_prefix("default ").and_then(|weight| weight.parse().ok())),
         "pids.max" => one("TasksMax", amount(value)),
         "cpuset.cpus" => bits("AllowedCPUs"),
         "cpuset.mems" => bits("AllowedMemoryNodes"),
@@ -125,6 +127,8 @@ mod tests {
         check("memory.swap.max", "0", &[("MemorySwapMax", 0)]);
         check("pids.max", "max", &[("TasksMax", u64::MAX)]);
         check("pids.max", "1024\n", &[("TasksMax", 1024)]);
+        check("io.weight", "default 10", &[("IOWeight", 10)]);
+        check("io.weight", "8:0 10", &[]);
     }
 
     #[test]
