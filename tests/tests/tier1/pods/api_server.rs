@@ -67,6 +67,7 @@ impl Cluster {
             complete: handles.services.complete,
             events: handles.services.events,
             mirrors: handles.services.metrics.cluster.mirrors,
+            statuses: handles.services.metrics.cluster.statuses,
             state: handles.services.state,
             autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
             presence,
