@@ -81,6 +81,11 @@ impl Folder {
         self.standing.state()
     }
 
+    /// Returns a notice if the folder has never existed.
+    pub(super) fn absence(&self) -> Option<String> {
+        self.standing.absence(&self.path)
+    }
+
     /// Returns the known files.
     pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.keys().map(PathBuf::as_path)

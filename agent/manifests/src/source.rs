@@ -146,6 +146,9 @@ impl ManifestSource {
         source.read_everything().await;
         let desired = source.desired();
         report_changes(&options.events, &node, &Desired::default(), &desired);
+        if let Some(notice) = source.folder.absence() {
+            tracing::info!("{notice}");
+        }
         let (sender, receiver) = watch::channel(Arc::new(desired));
         (receiver, source.run(sender, options, node))
     }

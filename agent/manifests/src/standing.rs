@@ -49,16 +49,20 @@ impl Standing {
         }
     }
 
-    /// Returns the rejection of the folder at `path`, if it was not read.
+    /// Returns a notice if the folder at `path` has never existed. A node of a cluster needs no folder, so
+    /// its absence is no rejection.
+    pub(super) fn absence(&self, path: &Path) -> Option<String> {
+        let never = self.state == FolderState::Missing && !self.was_read;
+        never.then(|| {
+            format!("{}: the folder of static pods does not exist; the agent waits for it", path.display())
+        })
+    }
+
+    /// Returns the rejection of the folder at `path`, if it was removed or can't be read.
     pub(super) fn complaint(&self, path: &Path) -> Option<RejectedManifest> {
         let shown = path.display();
         let message = match (&self.state, self.was_read) {
-            (FolderState::Read, _) => return None,
-            (FolderState::Missing, false) => {
-                format!(
-                    "{shown}: the folder of static pods does not exist; create it, or set `staticPodPath`"
-                )
-            }
+            (FolderState::Read, _) | (FolderState::Missing, false) => return None,
             (FolderState::Missing, true) => {
                 format!("{shown}: the folder of static pods was removed; its pods are terminated")
             }
