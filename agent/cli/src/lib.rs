@@ -21,6 +21,7 @@ pub mod describe;
 pub mod devices;
 pub mod diff;
 pub mod doctor;
+pub mod drain;
 pub mod events;
 pub mod exec;
 mod files;
@@ -88,6 +89,12 @@ pub enum Command {
     Delete(delete::DeleteArgs),
     /// Wait until pods reach a state.
     Wait(wait::WaitArgs),
+    /// Mark this machine's Node as unschedulable.
+    Cordon(drain::CordonArgs),
+    /// Mark this machine's Node as schedulable again.
+    Uncordon(drain::CordonArgs),
+    /// Cordon this machine's Node, evict its pods through the API server, and wait until they have left.
+    Drain(drain::DrainArgs),
     /// Show the probes of a pod and their results, or run one now.
     Probe(probe::ProbeArgs),
     /// Check what this kernel, these privileges and this runtime support, and suggest fixes.
@@ -131,6 +138,9 @@ pub fn run(command: Command, whole: clap::Command, preflight: doctor::Preflight)
         Command::Diff(args) => diff::run(&args),
         Command::Delete(args) => delete::run(&args),
         Command::Wait(args) => wait::run(&args),
+        Command::Cordon(args) => drain::cordon(&args),
+        Command::Uncordon(args) => drain::uncordon(&args),
+        Command::Drain(args) => drain::run(&args),
         Command::Probe(args) => probe::run(&args),
         Command::Doctor(args) => doctor::run(&args, preflight),
         Command::Config(args) => config::run(&args),

@@ -49,8 +49,34 @@ pub enum Error {
     },
 }
 
+/// Prefix of the user name of a node (`system:node:<name>`).
+const NODE_USER: &str = "system:node:";
+
 /// Returns the lifetime of the kubeconfig's client certificate, if it has one. Blocking.
 pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
+    let Some(pem) = certificate(kubeconfig)? else { return Ok(None) };
+    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("client certificate: {cause}")))
+}
+
+/// Returns the name of the node whose identity the kubeconfig contains: the common name of its client
+/// certificate is `system:node:<name>`. None for another identity. Blocking.
+///
+/// # Errors
+/// The kubeconfig is unusable.
+pub fn node_name(kubeconfig: &Path) -> Result<Option<String>, Error> {
+    let Some(pem) = certificate(kubeconfig)? else { return Ok(None) };
+    let first = x509_parser::pem::Pem::iter_from_buffer(&pem).next().and_then(Result::ok);
+    let parsed = first.as_ref().and_then(|pem| pem.parse_x509().ok());
+    let name = parsed.and_then(|certificate| {
+        let name = certificate.subject().iter_common_name().next()?;
+        name.as_str().ok()?.strip_prefix(NODE_USER).map(str::to_owned)
+    });
+    Ok(name)
+}
+
+/// Returns the client certificate of a kubeconfig in PEM, if it has one. Blocking.
+fn certificate(kubeconfig: &Path) -> Result<Option<Vec<u8>>, Error> {
     let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
     let user = config(kubeconfig)?.auth_info;
     let pem = match (&user.client_certificate_data, &user.client_certificate) {
@@ -60,7 +86,7 @@ pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
         (None, Some(path)) => std::fs::read(path).map_err(|error| fail(format!("{path}: {error}")))?,
         (None, None) => return Ok(None),
     };
-    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("client certificate: {cause}")))
+    Ok(Some(pem))
 }
 
 /// Returns the client certificate and its key in PEM, if the kubeconfig itself contains both. Blocking.
@@ -219,6 +245,21 @@ mod tests {
         let (_dir, path) = kubeconfig("certificate-authority: none.crt, server: https://127.0.0.1:1");
         let error = check(&path).unwrap_err().to_string();
         assert!(error.contains("none.crt"), "{error}");
+    }
+
+    #[test]
+    fn a_kubeconfig_of_a_node_has_the_nodes_name() {
+        let (dir, path) = kubeconfig("server: https://127.0.0.1:1");
+        let check = |user: &str, expected: Option<&str>| {
+            let mut params = rcgen::CertificateParams::default();
+            params.distinguished_name.push(rcgen::DnType::CommonName, user);
+            let key = rcgen::KeyPair::generate().unwrap();
+            fs::write(dir.path().join("cert.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
+            assert_eq!(node_name(&path).unwrap().as_deref(), expected, "{user}");
+        };
+        check("system:node:w1.example", Some("w1.example"));
+        check("kubernetes-admin", None);
+        assert!(node_name(&dir.path().join("none")).is_err());
     }
 
     #[tokio::test]

@@ -1,6 +1,6 @@
 //! The node's side of the cluster protocol. No other crate knows of an API server: this crate has the only
 //! client of it ([`client`]) and a kubelet's duties towards it: identity ([`connect`](mod@connect)),
-//! heartbeat ([`lease`]), the Node object ([`node`]), events ([`events`]).
+//! heartbeat ([`lease`]), the Node object ([`node`]), events ([`events`]), and a drain ([`drain`](mod@drain)).
 
 pub mod accounts;
 mod assigned;
@@ -12,6 +12,7 @@ pub mod client;
 pub mod connect;
 mod credential;
 pub mod csi_node;
+pub mod drain;
 pub mod error;
 pub mod events;
 mod held;

@@ -191,6 +191,12 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
             state.store.get(&account)?;
             Ok(token(target, asked.number, body()?))
         }
+        // No budget of this server refuses an eviction: a test scripts the refusal.
+        Verb::Create if target.subresource.as_deref() == Some("eviction") => {
+            let pod = Target { subresource: None, ..target.clone() };
+            state.store.delete(&pod, &body()?["deleteOptions"])?;
+            Ok(json!({ "kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201 }))
+        }
         // Reviews are answered and not stored.
         Verb::Create if target.resource().ends_with("reviews") => body(),
         Verb::Create => {

@@ -7,6 +7,7 @@ mod autonomy;
 mod away;
 mod csi;
 mod dra;
+mod drain;
 mod grace;
 mod hostile;
 mod node;
