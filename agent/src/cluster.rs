@@ -17,9 +17,12 @@ use tracing::warn;
 
 use self::{
     late::{LateAccounts, LateReviews, LateStorage, Session},
-    report::RuntimeFacts,
+    report::{Repair, RuntimeFacts},
 };
-use crate::{node::Builder, pod_cidr};
+use crate::{
+    node::{Builder, node_repair},
+    pod_cidr,
+};
 use beelet_base::blocking::blocking;
 use beelet_cluster::{
     autonomy::Settings,
@@ -240,6 +243,7 @@ fn keep_node(
 ) -> Builder {
     let (facts_out, facts) = watch::channel(RuntimeFacts::default());
     let (changes_out, changes) = watch::channel(());
+    let (builder, repair) = watch_faults(builder, config, changes_out.clone());
     let (settings, name) = (config.node.clone(), config.node_name.clone());
     // A Node without a server has the port 0.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
@@ -260,12 +264,34 @@ fn keep_node(
             report_every: settings.status_report_frequency,
             events: handles.services.events.clone(),
             metrics: handles.services.metrics.cluster.node.clone(),
-            report: report::reporter(handles, facts, info, port),
+            report: report::reporter(handles, facts, repair, info, port),
             changes,
             node,
         };
         node::keep(session.client.clone(), inputs, stop).await;
     })
+}
+
+/// Measures the machine's faults if the Node gets conditions for node repair. Notifies `changes` of each
+/// change.
+fn watch_faults(builder: Builder, config: &Config, changes: watch::Sender<()>) -> (Builder, Repair) {
+    let (faults_out, faults) = watch::channel(Vec::new());
+    let conventions = config.beelet.node_conditions.clone();
+    let repair = Repair { conventions, faults: faults.clone() };
+    if repair.conventions.is_empty() {
+        return (builder, repair);
+    }
+    let builder = builder.attach("node repair", move |handles, stop| async move {
+        let keeping = beelet_repair::keep(node_repair(&handles.services, faults_out), stop);
+        let mut faults = faults;
+        let notifying = async move {
+            while faults.changed().await.is_ok() {
+                changes.send_replace(());
+            }
+        };
+        tokio::join!(keeping, notifying);
+    });
+    (builder, repair)
 }
 
 /// Returns the settings of the cache for a start without the API server.

@@ -343,6 +343,7 @@ impl<'a> Node<'a> {
             bytes: FsUsage { capacity_bytes: STORAGE, available_bytes: STORAGE / 2 },
             inodes: 1 << 20,
             inodes_free: 1 << 19,
+            read_only: false,
         };
         let (cri, core) = (Arc::clone(&self.machine.cri), Arc::clone(&self.machine.core));
         let connect = Connect(Arc::new(move || {

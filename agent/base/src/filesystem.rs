@@ -28,6 +28,8 @@ pub struct Statvfs {
     pub inodes: u64,
     /// Free inodes.
     pub inodes_free: u64,
+    /// True if the file system, or its mount, takes no writes.
+    pub read_only: bool,
 }
 
 impl Space {
@@ -80,6 +82,7 @@ pub fn statvfs(path: &Path) -> Result<Statvfs, Error> {
         bytes: FsUsage { capacity_bytes: bytes(stat.f_blocks), available_bytes: bytes(stat.f_bavail) },
         inodes: stat.f_files,
         inodes_free: stat.f_favail,
+        read_only: stat.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY),
     })
 }
 

@@ -61,6 +61,7 @@ pub(super) struct BeeletWire {
     pub(super) unauthenticated_pods: Option<bool>,
     pub(super) tuner: Option<TunerWire>,
     pub(super) autonomy: Option<AutonomyWire>,
+    pub(super) node_conditions: Option<Vec<String>>,
 }
 
 /// Settings for a cluster's node whose API server is absent.

@@ -17,7 +17,7 @@ use beelet_policy::{
     admission::preemption,
     eviction::{EvictionSwap, MemorySignal},
     images::{containers::ContainerGcPolicy, credentials::Verification},
-    node::shutdown::Periods,
+    node::{repair::Convention, shutdown::Periods},
     probe::{
         EdgePolicy,
         listener::QueueRule,
@@ -306,6 +306,8 @@ pub struct Beelet {
     pub tuner: Tuner,
     /// Cache for a start without the API server.
     pub autonomy: Autonomy,
+    /// Conventions whose conditions for node repair the Node gets.
+    pub node_conditions: Vec<Convention>,
 }
 
 /// Export of spans.

@@ -3,13 +3,14 @@
 //! Source of the defaults and of the rule that an empty value is unset:
 //! pkg/kubelet/apis/config/v1beta1/defaults.go.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use beelet_policy::{
     images::credentials::{Policy, Verification, wrong_entry},
+    node::repair::Convention,
     probe::listener::QueueRule,
     resources::{
         cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior},
@@ -189,6 +190,7 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         unauthenticated_pods: *wire.unauthenticated_pods.get_or_insert(false),
         tuner: super::tuner::resolve(wire.tuner.get_or_insert_default())?,
         autonomy: autonomy(wire.autonomy.get_or_insert_default())?,
+        node_conditions: node_conditions(wire.node_conditions.get_or_insert_default())?,
     })
 }
 
@@ -212,6 +214,20 @@ fn tracing(wire: &mut TracingWire) -> Result<Tracing, Problem> {
     let rate = &mut wire.sampling_rate_per_million;
     let per_million = number("tracing.samplingRatePerMillion", rate, 0, 0, 1_000_000)?;
     Ok(Tracing { endpoint, per_million })
+}
+
+/// Resolves `nodeConditions`: each convention once.
+fn node_conditions(names: &mut Vec<String>) -> Result<Vec<Convention>, Problem> {
+    let mut seen = BTreeSet::new();
+    names.retain(|name| seen.insert(name.clone()));
+    let known = |name: &String| {
+        let found = Convention::NAMES.into_iter().find(|(word, _)| word == name);
+        found.map(|(_, convention)| convention).ok_or_else(|| {
+            let all = Convention::NAMES.map(|(word, _)| word).join(", ");
+            Problem::new("nodeConditions", format!("{name:?} is not one of {all}"))
+        })
+    };
+    names.iter().map(known).collect()
 }
 
 fn autonomy(wire: &mut AutonomyWire) -> Result<Autonomy, Problem> {

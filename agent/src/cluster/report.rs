@@ -4,7 +4,10 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use beelet_base::clock::After as _;
-use beelet_policy::node::status::{self, NodeReport};
+use beelet_policy::node::{
+    repair::{self, Convention, Fault},
+    status::{self, NodeReport},
+};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
@@ -29,6 +32,32 @@ pub(super) struct RuntimeFacts {
     images: Vec<core::ContainerImage>,
     /// Reason for a network that is not ready.
     network: Option<String>,
+}
+
+/// Conditions for node repair.
+#[derive(Clone, Debug)]
+pub(super) struct Repair {
+    /// Conventions of the conditions; none: no conditions.
+    pub(super) conventions: Vec<Convention>,
+    /// Measured faults, without those of the network.
+    pub(super) faults: watch::Receiver<Vec<Fault>>,
+}
+
+impl Repair {
+    /// Returns the conditions for the measured faults and for the state of the network.
+    fn conditions(&self, network: Option<&str>, has_address: bool) -> Vec<core::NodeCondition> {
+        let mut faults = self.faults.borrow().clone();
+        faults.extend(repair::network(network, has_address));
+        let all = self.conventions.iter().flat_map(|one| repair::conditions(*one, &faults));
+        all.map(|condition| core::NodeCondition {
+            type_: condition.name.to_owned(),
+            status: if condition.holds { "True" } else { "False" }.to_owned(),
+            reason: Some(condition.reason),
+            message: Some(condition.message),
+            ..core::NodeCondition::default()
+        })
+        .collect()
+    }
 }
 
 /// Keeps `facts` up to date, so that the writer of the status never waits for the runtime. Notifies `changes`
@@ -116,6 +145,7 @@ fn image(image: cri::Image) -> core::ContainerImage {
 pub(super) fn reporter(
     handles: Handles,
     facts: watch::Receiver<RuntimeFacts>,
+    repair: Repair,
     info: core::NodeSystemInfo,
     port: u16,
 ) -> Arc<dyn Fn() -> NodeReport + Send + Sync> {
@@ -132,6 +162,7 @@ pub(super) fn reporter(
         if let Some(why) = &facts.network {
             not_ready(&mut conditions, why);
         }
+        conditions.extend(repair.conditions(facts.network.as_deref(), !handles.host.now().is_empty()));
         NodeReport {
             capacity: with(&handles.resources.capacity, &devices.capacity, &gone),
             allocatable: with(&handles.resources.allocatable, &devices.allocatable, &gone),

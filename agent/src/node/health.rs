@@ -53,6 +53,11 @@ impl Health {
         self.mounts.get().cloned()
     }
 
+    /// Returns the time since the runtime's last answer, or since the start without an answer.
+    pub(super) fn silence(&self) -> Duration {
+        self.pulse.get().map_or_else(|| self.began.elapsed(), Pulse::silence)
+    }
+
     /// Returns an error message if the agent is unhealthy.
     pub(super) fn check(&self) -> Result<(), String> {
         self.check_within(UNHEALTHY_AFTER)

@@ -28,6 +28,7 @@ mod pinning;
 pub(crate) mod preflight;
 pub mod process;
 mod protection;
+mod repair;
 mod run;
 mod servers;
 mod services;
@@ -49,6 +50,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+pub(crate) use self::repair::inputs as node_repair;
 use self::tasks::Tasks;
 pub use self::{builder::Builder, doors::Doors, facts::Machine, handles::Handles, services::Services};
 use beelet_config::Config;

@@ -66,7 +66,7 @@ impl Life {
             assert_eq!(path, Path::new("/images"));
             let used: u64 = world.world().images.values().map(|image| shared(image.size)).sum();
             let bytes = FsUsage { capacity_bytes, available_bytes: capacity_bytes.saturating_sub(used) };
-            Ok(Statvfs { bytes, inodes: 0, inodes_free: 0 })
+            Ok(Statvfs { bytes, inodes: 0, inodes_free: 0, read_only: false })
         });
         let (gc, handle) = ImageGc::new(Parts {
             runtime: runtime.clone(),

@@ -9,6 +9,7 @@ pub mod events;
 pub mod fit;
 pub mod labels;
 pub mod log_query;
+pub mod repair;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod reservations;
 pub mod shutdown;

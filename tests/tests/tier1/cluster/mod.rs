@@ -12,6 +12,7 @@ mod grace;
 mod hostile;
 mod node;
 mod plugin;
+mod repair;
 pub(crate) mod scene;
 mod serving;
 pub(crate) mod storage;

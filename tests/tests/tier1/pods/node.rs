@@ -237,6 +237,7 @@ impl Node {
             bytes: FsUsage { capacity_bytes: STORAGE, available_bytes: STORAGE / 2 },
             inodes: 1 << 20,
             inodes_free: 1 << 19,
+            read_only: false,
         };
         Doors {
             runtime: Some(Runtime::new(&self.cri.endpoint(), self.settings.request_timeout).unwrap()),

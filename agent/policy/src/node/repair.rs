@@ -1,0 +1,568 @@
+//! Conditions of a Node that node repair acts on: faults of the machine, judged from measured facts, under
+//! the names of a convention.
+//!
+//! - `EKS`: the names of the EKS node monitoring agent, which the repair policies of EKS and of Karpenter's
+//!   AWS provider read. The condition is `False` while the fault lasts.
+//! - `NodeProblemDetector`: the names of node-problem-detector's kernel monitor and health checker. The
+//!   condition is `True` while the fault lasts.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Time without an answer after which the container runtime counts as hung: three of the longest periods
+/// between two relists.
+const SILENT: Duration = Duration::from_secs(15);
+/// Time for which a lockup counts after its last message: the watchdog repeats the message each 20 to 30 s.
+const LOCKUP: Duration = Duration::from_secs(90);
+/// Percentage of a file system's bytes below which the file system is full.
+const FULL_PERCENT: u64 = 1;
+/// Maximum number of hung tasks and of failed file systems that are remembered.
+const MOST: usize = 64;
+/// Maximum length of a kernel message in a condition, in characters.
+const LONGEST: usize = 200;
+
+/// A set of condition names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Convention {
+    /// The EKS node monitoring agent's.
+    Eks,
+    /// node-problem-detector's.
+    NodeProblemDetector,
+}
+
+impl Convention {
+    /// All conventions with their names in the configuration.
+    pub const NAMES: [(&str, Self); 2] =
+        [("EKS", Self::Eks), ("NodeProblemDetector", Self::NodeProblemDetector)];
+}
+
+/// Kind of a fault. The names are the conditions' reasons.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// The container runtime does not answer.
+    ContainerRuntimeNotAnswering,
+    /// A file system of the agent is mounted read-only.
+    FilesystemIsReadOnly,
+    /// The kernel has shut down a file system of the agent.
+    FilesystemIsShutDown,
+    /// A file system of the agent does not answer.
+    FilesystemHangs,
+    /// A file system of the agent fails.
+    FilesystemFails,
+    /// A file system of the agent has no room.
+    FilesystemIsFull,
+    /// The kernel has died in one of its threads.
+    KernelOops,
+    /// A CPU does not leave the kernel.
+    CpuLockup,
+    /// A task waits in the kernel for minutes.
+    TaskHung,
+    /// The pods' network is not ready.
+    PodNetworkNotReady,
+    /// The node has no address.
+    NoAddress,
+}
+
+/// A fault of the machine.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Fault {
+    /// The kind.
+    pub reason: Reason,
+    /// A sentence with the place and the cause.
+    pub message: String,
+}
+
+/// Measured state of the file system of one of the agent's folders.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// The folder.
+    pub folder: String,
+    /// Name of the file system's device without `/dev/`; empty if unknown.
+    pub device: String,
+    /// The measurement.
+    pub state: DiskState,
+}
+
+/// Measurement of a file system.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskState {
+    /// The kernel measured it.
+    Measured {
+        /// True if the file system is mounted read-only.
+        read_only: bool,
+        /// Size in bytes.
+        capacity: u64,
+        /// Room for the agent in bytes.
+        available: u64,
+        /// Number of inodes; 0 if the file system has no fixed number.
+        inodes: u64,
+        /// Number of free inodes.
+        inodes_free: u64,
+    },
+    /// The measurement did not return in time.
+    Hangs,
+    /// The measurement failed with this cause.
+    Fails(String),
+}
+
+/// Returns the fault of a container runtime that has not answered for `silence`.
+#[must_use]
+pub fn runtime(silence: Duration) -> Option<Fault> {
+    // The Node is written at each change of a message, so the message has no counter.
+    let message = || format!("the container runtime has not answered for {} s or longer", SILENT.as_secs());
+    (silence >= SILENT).then(|| Fault { reason: Reason::ContainerRuntimeNotAnswering, message: message() })
+}
+
+/// Returns the fault of a file system, with the kernel's messages about it.
+#[must_use]
+pub fn disk(disk: &Disk, log: &KernelLog) -> Option<Fault> {
+    let Disk { folder, device, state } = disk;
+    let kernel = log.file_systems.get(device).filter(|_| !device.is_empty());
+    let said = |words: &str| kernel.map_or_else(|| words.to_owned(), |line| format!("{words}: {line}"));
+    let (reason, words) = match state {
+        DiskState::Hangs => (Reason::FilesystemHangs, "does not answer".to_owned()),
+        DiskState::Fails(cause) => (Reason::FilesystemFails, format!("fails: {cause}")),
+        DiskState::Measured { read_only: true, .. } => (Reason::FilesystemIsReadOnly, said("is read-only")),
+        DiskState::Measured { .. } if kernel.is_some_and(|line| line.contains(SHUT_DOWN)) => {
+            (Reason::FilesystemIsShutDown, said("was shut down by the kernel"))
+        }
+        DiskState::Measured { capacity, available, inodes, inodes_free, .. } => {
+            let is_full = *available < capacity / 100 * FULL_PERCENT;
+            match (is_full, *inodes > 0 && *inodes_free == 0) {
+                (true, _) => (
+                    Reason::FilesystemIsFull,
+                    format!("is full: less than {FULL_PERCENT} % of {capacity} bytes is available"),
+                ),
+                (false, true) => {
+                    (Reason::FilesystemIsFull, format!("is full: none of {inodes} inodes is free"))
+                }
+                (false, false) => return None,
+            }
+        }
+    };
+    Some(Fault { reason, message: format!("the file system of {folder} {words}") })
+}
+
+/// Returns the faults of the network: of the pods', as the runtime reports it, and of the node's own.
+#[must_use]
+pub fn network(not_ready: Option<&str>, has_address: bool) -> Vec<Fault> {
+    let pods = not_ready.map(|why| Fault { reason: Reason::PodNetworkNotReady, message: why.to_owned() });
+    let own = (!has_address).then(|| Fault {
+        reason: Reason::NoAddress,
+        message: "no interface has an address of the node".to_owned(),
+    });
+    pods.into_iter().chain(own).collect()
+}
+
+/// XFS' words for a file system that fails every request from now on.
+const SHUT_DOWN: &str = "Shutting down filesystem";
+/// The words of ext4, and of btrfs, for a file system that takes no writes from now on.
+const READ_ONLY: [&str; 2] = ["Remounting filesystem read-only", "forced readonly"];
+
+/// Faults in the kernel's log. The log is not a state: an oops counts until the next boot, a hung task as
+/// long as it hangs, a lockup for a while after its last message.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelLog {
+    oops: Option<String>,
+    /// Time of the last message since boot, and the message.
+    lockup: Option<(Duration, String)>,
+    hung: BTreeMap<u32, String>,
+    /// The last message about a failed file system, by device.
+    file_systems: BTreeMap<String, String>,
+}
+
+impl KernelLog {
+    /// Takes a record of `/dev/kmsg` (Documentation/ABI/testing/dev-kmsg). Only the kernel's own records
+    /// count: the kernel marks those that a program has written.
+    pub fn take(&mut self, record: &str) {
+        let Some((prefix, line)) = record.split_once(';') else { return };
+        let mut fields = prefix.split(',');
+        let number = |field: Option<&str>| field.and_then(|text| text.parse::<u64>().ok());
+        let (Some(priority), Some(_), Some(micros)) =
+            (number(fields.next()), number(fields.next()), number(fields.next()))
+        else {
+            return;
+        };
+        // The facility is above the three bits of the level; the kernel's own is 0.
+        if priority >> 3 == 0 {
+            self.take_line(line, Duration::from_micros(micros));
+        }
+    }
+
+    fn take_line(&mut self, line: &str, at: Duration) {
+        let text: String = line.chars().filter(|c| !c.is_control()).take(LONGEST).collect();
+        if let Some(tid) = hung_task(line) {
+            if self.hung.len() < MOST {
+                self.hung.insert(tid, text);
+            }
+        } else if is_lockup(line) {
+            self.lockup = Some((at, text));
+        } else if is_oops(line) {
+            self.oops.get_or_insert(text);
+        } else if let Some(device) = failed_device(line)
+            && (self.file_systems.len() < MOST || self.file_systems.contains_key(device))
+        {
+            self.file_systems.insert(device.to_owned(), text);
+        }
+    }
+
+    /// Returns the threads that hung when they were last reported.
+    pub fn hung_tasks(&self) -> impl Iterator<Item = u32> {
+        self.hung.keys().copied()
+    }
+
+    /// Forgets the threads that do not hang any more.
+    pub fn retain_hung(&mut self, hangs: impl Fn(u32) -> bool) {
+        self.hung.retain(|tid, _| hangs(*tid));
+    }
+
+    /// Returns the kernel's faults at this time since boot.
+    #[must_use]
+    pub fn faults(&self, now: Duration) -> Vec<Fault> {
+        let fault = |reason, line: &String| Fault { reason, message: format!("kernel: {line}") };
+        let lockup = self.lockup.as_ref().filter(|(at, _)| now.saturating_sub(*at) < LOCKUP);
+        let oops = self.oops.iter().map(|line| fault(Reason::KernelOops, line));
+        let lockup = lockup.map(|(_, line)| fault(Reason::CpuLockup, line));
+        let hung = self.hung.values().next().map(|line| fault(Reason::TaskHung, line));
+        oops.chain(lockup).chain(hung).collect()
+    }
+}
+
+/// Returns the thread of a message of the hung task detector (kernel/hung_task.c).
+fn hung_task(line: &str) -> Option<u32> {
+    let (task, rest) = line.strip_prefix("INFO: task ")?.split_once(" blocked ")?;
+    let waits = rest.starts_with("for more than ") || rest.starts_with("in I/O wait for more than ");
+    // A name may contain colons.
+    task.rsplit_once(':').filter(|_| waits)?.1.parse().ok()
+}
+
+/// Returns true for a message of the watchdogs (kernel/watchdog.c, kernel/watchdog_perf.c).
+fn is_lockup(line: &str) -> bool {
+    line.contains("BUG: soft lockup - CPU#") || line.contains("hard LOCKUP on cpu")
+}
+
+/// Returns true for the line of an oops: each architecture's `die` writes the number of the oops since boot in
+/// this form (arch/x86/kernel/dumpstack.c, arch/arm64/kernel/traps.c).
+fn is_oops(line: &str) -> bool {
+    line.split("[#").skip(1).any(|rest| {
+        rest.split_once(']').is_some_and(|(number, _)| {
+            !number.is_empty() && number.len() <= 9 && number.bytes().all(|byte| byte.is_ascii_digit())
+        })
+    })
+}
+
+/// Returns the device of a file system that the kernel has taken out of use: `EXT4-fs (sda1): …`,
+/// `XFS (dm-0): …`, `BTRFS info (device sdb state EA): …`.
+fn failed_device(line: &str) -> Option<&str> {
+    if !line.contains(SHUT_DOWN) && !READ_ONLY.iter().any(|words| line.contains(words)) {
+        return None;
+    }
+    let named = line.split_once('(')?.1.split_once(')')?.0;
+    named.strip_prefix("device ").unwrap_or(named).split(' ').next().filter(|name| !name.is_empty())
+}
+
+/// A condition of the Node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// The type.
+    pub name: &'static str,
+    /// True for the status `True`.
+    pub holds: bool,
+    /// The reason.
+    pub reason: String,
+    /// The message.
+    pub message: String,
+}
+
+/// A condition of a convention: name, status without a fault, reason and message without a fault, and the
+/// faults, in the order of their weight.
+type Row = (&'static str, bool, &'static str, &'static str, &'static [Reason]);
+
+const EKS: [Row; 4] = [
+    (
+        "ContainerRuntimeReady",
+        true,
+        "ContainerRuntimeIsReady",
+        "the container runtime answers",
+        &[Reason::ContainerRuntimeNotAnswering],
+    ),
+    ("StorageReady", true, "StorageIsReady", "the agent's file systems take writes", &STORAGE),
+    (
+        "KernelReady",
+        true,
+        "KernelIsReady",
+        "the kernel reports no fault",
+        &[Reason::KernelOops, Reason::CpuLockup, Reason::TaskHung],
+    ),
+    (
+        "NetworkingReady",
+        true,
+        "NetworkingIsReady",
+        "the node has an address, and the pods' network is ready",
+        &[Reason::NoAddress, Reason::PodNetworkNotReady],
+    ),
+];
+const STORAGE: [Reason; 5] = [
+    Reason::FilesystemIsReadOnly,
+    Reason::FilesystemIsShutDown,
+    Reason::FilesystemHangs,
+    Reason::FilesystemFails,
+    Reason::FilesystemIsFull,
+];
+/// Source: config/kernel-monitor.json, config/readonly-monitor.json and config/health-checker-containerd.json
+/// of node-problem-detector. An oops and a full disk are events there, and no conditions.
+const NODE_PROBLEM_DETECTOR: [Row; 3] = [
+    (
+        "KernelDeadlock",
+        false,
+        "KernelHasNoDeadlock",
+        "kernel has no deadlock",
+        &[Reason::CpuLockup, Reason::TaskHung],
+    ),
+    (
+        "ReadonlyFilesystem",
+        false,
+        "FilesystemIsNotReadOnly",
+        "Filesystem is not read-only",
+        &[Reason::FilesystemIsReadOnly, Reason::FilesystemIsShutDown],
+    ),
+    (
+        "ContainerRuntimeUnhealthy",
+        false,
+        "ContainerRuntimeIsHealthy",
+        "Container runtime on the node is functioning properly",
+        &[Reason::ContainerRuntimeNotAnswering],
+    ),
+];
+
+/// Returns the conditions of a convention for these faults.
+#[must_use]
+pub fn conditions(convention: Convention, faults: &[Fault]) -> Vec<Condition> {
+    let rows: &[Row] = match convention {
+        Convention::Eks => &EKS,
+        Convention::NodeProblemDetector => &NODE_PROBLEM_DETECTOR,
+    };
+    let condition = |(name, healthy, reason, message, reasons): &Row| {
+        let found = reasons.iter().find_map(|one| faults.iter().find(|fault| fault.reason == *one));
+        match found {
+            None => Condition {
+                name,
+                holds: *healthy,
+                reason: (*reason).to_owned(),
+                message: (*message).to_owned(),
+            },
+            Some(fault) => Condition {
+                name,
+                holds: !healthy,
+                reason: format!("{:?}", fault.reason),
+                message: fault.message.clone(),
+            },
+        }
+    };
+    rows.iter().map(condition).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn log(lines: &[&str]) -> KernelLog {
+        let mut log = KernelLog::default();
+        lines.iter().for_each(|line| log.take(&format!("4,7,100000000,-;{line}")));
+        log
+    }
+
+    fn reasons(log: &KernelLog, now: u32) -> Vec<Reason> {
+        log.faults(SECOND * now).into_iter().map(|fault| fault.reason).collect()
+    }
+
+    #[test]
+    fn a_line_of_the_kernel_log_is_a_fault_of_its_kind() {
+        let check =
+            |line: &str, expected: &[Reason]| assert_eq!(reasons(&log(&[line]), 101), expected, "{line}");
+        check("Oops: 0000 [#1] PREEMPT SMP NOPTI", &[Reason::KernelOops]);
+        check("invalid opcode: 0000 [#12] SMP", &[Reason::KernelOops]);
+        check("Internal error: Oops: 0000000096000004 [#1] PREEMPT SMP", &[Reason::KernelOops]);
+        check("watchdog: BUG: soft lockup - CPU#3 stuck for 23s! [kworker:12]", &[Reason::CpuLockup]);
+        check("watchdog: Watchdog detected hard LOCKUP on cpu 5", &[Reason::CpuLockup]);
+        check("INFO: task kworker/u8:3:1234 blocked for more than 120 seconds.", &[Reason::TaskHung]);
+        check("INFO: task dd:77 blocked in I/O wait for more than 122 seconds.", &[Reason::TaskHung]);
+        for harmless in [
+            "",
+            "INFO: task dd:77 blocked on a mutex likely owned by task x:78.",
+            "INFO: task dd blocked for more than 120 seconds.",
+            "traps: app[12] general protection fault ip:1 sp:2 error:0",
+            "app [#] and [#x] and [#",
+            "EXT4-fs (sda1): mounted filesystem",
+            "EXT4-fs (sda1): Remounting filesystem read-only",
+        ] {
+            check(harmless, &[]);
+        }
+    }
+
+    #[test]
+    fn a_program_can_not_write_a_fault_into_the_log() {
+        let mut log = KernelLog::default();
+        for record in [
+            // The facility of programs, and records that are none.
+            "12,7,100000000,-;Oops: 0000 [#1] SMP",
+            "Oops: 0000 [#1] SMP",
+            "x,7,1,-;Oops: 0000 [#1] SMP",
+            "4,7;Oops: 0000 [#1] SMP",
+            " SUBSYSTEM=block;Oops: 0000 [#1] SMP",
+            ";",
+        ] {
+            log.take(record);
+        }
+        assert_eq!(log, KernelLog::default());
+    }
+
+    #[test]
+    fn an_oops_lasts_until_the_next_boot_and_other_faults_end() {
+        let mut log = log(&[
+            "Oops: 0000 [#1] SMP",
+            "watchdog: BUG: soft lockup - CPU#3 stuck for 23s! [x:1]",
+            "INFO: task dd:77 blocked for more than 120 seconds.",
+        ]);
+        assert_eq!(reasons(&log, 101), [Reason::KernelOops, Reason::CpuLockup, Reason::TaskHung]);
+        assert_eq!(reasons(&log, 189), [Reason::KernelOops, Reason::CpuLockup, Reason::TaskHung]);
+        assert_eq!(reasons(&log, 190), [Reason::KernelOops, Reason::TaskHung]);
+        assert_eq!(log.hung_tasks().collect::<Vec<_>>(), [77]);
+        log.retain_hung(|tid| tid != 77);
+        assert_eq!(reasons(&log, u32::MAX), [Reason::KernelOops]);
+    }
+
+    #[test]
+    fn the_memory_of_the_log_is_bounded() {
+        let mut log = KernelLog::default();
+        for number in 0..1000 {
+            log.take(&format!("4,7,1,-;INFO: task a:{number} blocked for more than 120 seconds."));
+            log.take(&format!("4,7,1,-;EXT4-fs (sd{number}): Remounting filesystem read-only"));
+        }
+        log.take(&format!("4,7,1,-;Oops: 0000 [#1] {}", "x".repeat(100_000)));
+        assert_eq!((log.hung.len(), log.file_systems.len()), (MOST, MOST));
+        assert_eq!(log.oops.unwrap().chars().count(), LONGEST);
+    }
+
+    #[test]
+    fn a_disk_that_takes_no_writes_is_a_fault() {
+        let measured = |read_only, available, inodes_free| DiskState::Measured {
+            read_only,
+            capacity: 1000,
+            available,
+            inodes: 100,
+            inodes_free,
+        };
+        let lines = [
+            "XFS (dm-0): Log I/O Error Detected. Shutting down filesystem",
+            "EXT4-fs (sda1): Remounting filesystem read-only",
+            "BTRFS info (device sdb state EA): forced readonly",
+        ];
+        let log = log(&lines);
+        let check = |device: &str, state: DiskState, expected: Option<(Reason, &str)>| {
+            let found = disk(&Disk { folder: "/f".to_owned(), device: device.to_owned(), state }, &log);
+            let found = found.map(|fault| (fault.reason, fault.message));
+            let expected = expected.map(|(reason, words)| (reason, format!("the file system of /f {words}")));
+            assert_eq!(found, expected);
+        };
+        check("sda1", measured(false, 10, 1), None);
+        check(
+            "sda1",
+            measured(true, 500, 1),
+            Some((Reason::FilesystemIsReadOnly, &format!("is read-only: {}", lines[1]))),
+        );
+        check(
+            "sdb",
+            measured(true, 500, 1),
+            Some((Reason::FilesystemIsReadOnly, &format!("is read-only: {}", lines[2]))),
+        );
+        check("", measured(true, 500, 1), Some((Reason::FilesystemIsReadOnly, "is read-only")));
+        check(
+            "dm-0",
+            measured(false, 500, 1),
+            Some((Reason::FilesystemIsShutDown, &format!("was shut down by the kernel: {}", lines[0]))),
+        );
+        check(
+            "sdc",
+            measured(false, 9, 1),
+            Some((Reason::FilesystemIsFull, "is full: less than 1 % of 1000 bytes is available")),
+        );
+        check(
+            "sdc",
+            measured(false, 500, 0),
+            Some((Reason::FilesystemIsFull, "is full: none of 100 inodes is free")),
+        );
+        check("sdc", DiskState::Hangs, Some((Reason::FilesystemHangs, "does not answer")));
+        check("sdc", DiskState::Fails("EIO".to_owned()), Some((Reason::FilesystemFails, "fails: EIO")));
+        let empty =
+            DiskState::Measured { read_only: false, capacity: 0, available: 0, inodes: 0, inodes_free: 0 };
+        check("", empty, None);
+    }
+
+    #[test]
+    fn conditions_have_the_names_and_the_sense_of_their_convention() {
+        let check = |convention, faults: &[Fault], expected: &[(&str, bool, &str)]| {
+            let found = conditions(convention, faults);
+            let found: Vec<_> = found.iter().map(|one| (one.name, one.holds, one.reason.as_str())).collect();
+            assert_eq!(found, expected);
+        };
+        let fault = |reason| Fault { reason, message: "m".to_owned() };
+        check(
+            Convention::Eks,
+            &[],
+            &[
+                ("ContainerRuntimeReady", true, "ContainerRuntimeIsReady"),
+                ("StorageReady", true, "StorageIsReady"),
+                ("KernelReady", true, "KernelIsReady"),
+                ("NetworkingReady", true, "NetworkingIsReady"),
+            ],
+        );
+        let all = [
+            fault(Reason::FilesystemIsFull),
+            fault(Reason::TaskHung),
+            fault(Reason::KernelOops),
+            fault(Reason::PodNetworkNotReady),
+            runtime(SILENT).unwrap(),
+        ];
+        check(
+            Convention::Eks,
+            &all,
+            &[
+                ("ContainerRuntimeReady", false, "ContainerRuntimeNotAnswering"),
+                ("StorageReady", false, "FilesystemIsFull"),
+                ("KernelReady", false, "KernelOops"),
+                ("NetworkingReady", false, "PodNetworkNotReady"),
+            ],
+        );
+        check(
+            Convention::NodeProblemDetector,
+            &all,
+            &[
+                ("KernelDeadlock", true, "TaskHung"),
+                ("ReadonlyFilesystem", false, "FilesystemIsNotReadOnly"),
+                ("ContainerRuntimeUnhealthy", true, "ContainerRuntimeNotAnswering"),
+            ],
+        );
+        check(
+            Convention::NodeProblemDetector,
+            &[fault(Reason::FilesystemIsReadOnly)],
+            &[
+                ("KernelDeadlock", false, "KernelHasNoDeadlock"),
+                ("ReadonlyFilesystem", true, "FilesystemIsReadOnly"),
+                ("ContainerRuntimeUnhealthy", false, "ContainerRuntimeIsHealthy"),
+            ],
+        );
+    }
+
+    #[test]
+    fn a_runtime_is_hung_after_fifteen_seconds_and_a_network_needs_an_address() {
+        assert_eq!(runtime(SECOND * 14), None);
+        assert!(runtime(SILENT).unwrap().message.ends_with("for 15 s or longer"));
+        assert_eq!(network(None, true), []);
+        let found = network(Some("no CNI configuration"), false);
+        let found: Vec<_> = found.iter().map(|fault| fault.reason).collect();
+        assert_eq!(found, [Reason::PodNetworkNotReady, Reason::NoAddress]);
+    }
+}

@@ -1,0 +1,207 @@
+//! Faults of the machine that node repair acts on, measured every few seconds: the container runtime's
+//! silence, the agent's file systems, and the kernel's log. `beelet_policy::node::repair` judges them and names
+//! the conditions; `agent/src/cluster` writes these to the Node.
+//!
+//! This crate only reads. Its work is optional: the configuration's `nodeConditions` starts it.
+
+mod kernel_log;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_base::{
+    Error,
+    blocking::blocking,
+    filesystem::{Space, Statvfs},
+    mountinfo,
+    work::Work,
+};
+use beelet_policy::node::repair::{Disk, DiskState, Fault, KernelLog, disk, runtime};
+use futures::future::join_all;
+use rustix::io::Errno;
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use kernel_log::Reader;
+
+/// Path of the kernel's log.
+pub const KERNEL_LOG: &str = "/dev/kmsg";
+/// Interval of looks.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Inputs of [`keep`].
+pub struct Inputs {
+    /// Returns the time since the container runtime's last answer.
+    pub silence: Arc<dyn Fn() -> Duration + Send + Sync>,
+    /// Measures file systems.
+    pub space: Space,
+    /// The agent's own folders: their file systems must take writes.
+    pub folders: Vec<PathBuf>,
+    /// The kernel's log, usually [`KERNEL_LOG`].
+    pub kernel_log: PathBuf,
+    /// Publishes the faults.
+    pub faults: watch::Sender<Vec<Fault>>,
+}
+
+impl std::fmt::Debug for Inputs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inputs").field("folders", &self.folders).finish_non_exhaustive()
+    }
+}
+
+/// Measures and publishes the faults until `stop`.
+pub fn keep(inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        let mut ticks = interval(LOOK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut kernel = Kernel::open(inputs.kernel_log.clone()).await;
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            let (read, now) = kernel.look().await;
+            kernel = read;
+            let disks = measure(&inputs.space, &inputs.folders).await;
+            let mut faults: Vec<Fault> = runtime((inputs.silence)()).into_iter().collect();
+            faults.extend(disks.iter().filter_map(|one| disk(one, &kernel.log)));
+            faults.extend(kernel.log.faults(now));
+            publish(&inputs.faults, faults);
+        }
+    })
+}
+
+/// Publishes the faults if they changed, and logs the new and the ended ones.
+fn publish(known: &watch::Sender<Vec<Fault>>, faults: Vec<Fault>) {
+    known.send_if_modified(|known| {
+        let has = |all: &[Fault], one: &Fault| all.iter().any(|fault| fault.reason == one.reason);
+        faults.iter().filter(|fault| !has(known, fault)).for_each(|fault| {
+            warn!(reason = ?fault.reason, "fault of the machine: {}", fault.message);
+        });
+        known.iter().filter(|fault| !has(&faults, fault)).for_each(|fault| {
+            info!(reason = ?fault.reason, "fault of the machine has ended");
+        });
+        let differ = *known != faults;
+        *known = faults;
+        differ
+    });
+}
+
+/// The kernel's log, read up to now.
+struct Kernel {
+    reader: Option<Reader>,
+    log: KernelLog,
+}
+
+impl Kernel {
+    async fn open(path: PathBuf) -> Self {
+        let opened = blocking("opening the kernel's log", move || Reader::open(&path)).await;
+        let failed = |error: &std::io::Error| {
+            warn!("cannot read the kernel's log, so KernelReady shows no faults: {error}");
+        };
+        Self { reader: opened.inspect_err(failed).ok(), log: KernelLog::default() }
+    }
+
+    /// Reads the new records, and checks the hung tasks. Returns the time since boot, too.
+    async fn look(self) -> (Self, Duration) {
+        blocking("reading the kernel's log", move || {
+            let Self { mut reader, mut log } = self;
+            if let Some(reader) = &mut reader {
+                reader.read(|record| log.take(record));
+            }
+            log.retain_hung(kernel_log::hangs);
+            (Self { reader, log }, kernel_log::since_boot())
+        })
+        .await
+    }
+}
+
+/// Measures the file systems of `folders`, all at once: one of them may hang.
+async fn measure(space: &Space, folders: &[PathBuf]) -> Vec<Disk> {
+    let one = async |folder: &PathBuf| {
+        let state = state(space.measure(folder).await)?;
+        let (folder, place) = (folder.display().to_string(), folder.clone());
+        let device = blocking("finding a file system's device", move || device(&place)).await;
+        Some(Disk { folder, device: device.unwrap_or_default(), state })
+    };
+    join_all(folders.iter().map(one)).await.into_iter().flatten().collect()
+}
+
+/// Returns the state of a measured file system; None for a folder that does not exist yet.
+fn state(measured: Result<Statvfs, Error>) -> Option<DiskState> {
+    match measured {
+        Ok(found) => Some(DiskState::Measured {
+            read_only: found.read_only,
+            capacity: found.bytes.capacity_bytes,
+            available: found.bytes.available_bytes,
+            inodes: found.inodes,
+            inodes_free: found.inodes_free,
+        }),
+        Err(Error::Measure { cause: Errno::NOENT, .. }) => None,
+        Err(Error::Hangs { .. }) => Some(DiskState::Hangs),
+        Err(error) => Some(DiskState::Fails(error.to_string())),
+    }
+}
+
+/// Returns the name of the device of a folder's file system, as the kernel's messages have it: `sda1`, `dm-0`.
+fn device(folder: &Path) -> Option<String> {
+    let table = mountinfo::read().ok()?;
+    let source = mountinfo::mount_of(&table, folder)?.source;
+    let path = Path::new(std::str::from_utf8(source).ok()?);
+    // Logical volumes have links to their devices.
+    let device = std::fs::canonicalize(path).ok()?;
+    Some(device.strip_prefix("/dev").ok()?.to_str()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, sync::Mutex};
+
+    use beelet_policy::node::repair::Reason;
+    use beelet_units::fs_usage::FsUsage;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn each_fault_is_published_within_the_next_look_and_withdrawn() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("kmsg");
+        fs::write(&log, "6,1,1,-;booted\n").unwrap();
+        let silence = Arc::new(Mutex::new(Duration::ZERO));
+        let read_only = Arc::new(Mutex::new(false));
+        let (out, mut faults) = watch::channel(Vec::new());
+        let (asked, ro) = (Arc::clone(&silence), Arc::clone(&read_only));
+        let inputs = Inputs {
+            silence: Arc::new(move || *asked.lock().unwrap()),
+            space: Space::by(move |path| {
+                if path.ends_with("missing") {
+                    return Err(Error::Measure { path: path.to_owned(), cause: Errno::NOENT });
+                }
+                let bytes = FsUsage { capacity_bytes: 1000, available_bytes: 500 };
+                Ok(Statvfs { bytes, inodes: 0, inodes_free: 0, read_only: *ro.lock().unwrap() })
+            }),
+            folders: vec![dir.path().to_owned(), dir.path().join("missing")],
+            kernel_log: log.clone(),
+            faults: out,
+        };
+        let stop = CancellationToken::new();
+        let keeping = tokio::spawn(keep(inputs, stop.clone()));
+        let reasons = |faults: &Vec<Fault>| faults.iter().map(|fault| fault.reason).collect::<Vec<_>>();
+        assert_eq!(*faults.borrow(), []);
+        *silence.lock().unwrap() = Duration::from_secs(20);
+        faults.wait_for(|faults| reasons(faults) == [Reason::ContainerRuntimeNotAnswering]).await.unwrap();
+        *silence.lock().unwrap() = Duration::ZERO;
+        *read_only.lock().unwrap() = true;
+        faults.wait_for(|faults| reasons(faults) == [Reason::FilesystemIsReadOnly]).await.unwrap();
+        *read_only.lock().unwrap() = false;
+        let mut records = fs::read_to_string(&log).unwrap();
+        records.push_str("4,2,2,-;Oops: 0000 [#1] SMP\n");
+        fs::write(&log, records).unwrap();
+        faults.wait_for(|faults| reasons(faults) == [Reason::KernelOops]).await.unwrap();
+        stop.cancel();
+        keeping.await.unwrap();
+    }
+}
