@@ -76,14 +76,9 @@ impl Folder {
         self.standing.set(state);
     }
 
-    /// Returns the result of the last reading of the folder itself.
-    pub(super) fn standing(&self) -> &FolderState {
-        self.standing.state()
-    }
-
-    /// Returns a notice if the folder has never existed.
-    pub(super) fn absence(&self) -> Option<String> {
-        self.standing.absence(&self.path)
+    /// Returns the state of the folder itself.
+    pub(super) fn standing(&self) -> &Standing {
+        &self.standing
     }
 
     /// Returns the known files.

@@ -146,7 +146,7 @@ impl ManifestSource {
         source.read_everything().await;
         let desired = source.desired();
         report_changes(&options.events, &node, &Desired::default(), &desired);
-        if let Some(notice) = source.folder.absence() {
+        if let Some(notice) = source.folder.standing().absence(&source.path) {
             tracing::info!("{notice}");
         }
         let (sender, receiver) = watch::channel(Arc::new(desired));
@@ -196,7 +196,7 @@ impl ManifestSource {
             Ok(read) => read,
             Err(error) => (FolderState::Unreadable(error.to_string()), Vec::new()),
         };
-        let was_there = *self.folder.standing() == FolderState::Read;
+        let was_there = *self.folder.standing().state() == FolderState::Read;
         if standing == FolderState::Missing && was_there && !self.is_gone(&self.path.clone()) {
             return;
         }

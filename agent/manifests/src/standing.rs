@@ -49,8 +49,8 @@ impl Standing {
         }
     }
 
-    /// Returns a notice if the folder at `path` has never existed. A node of a cluster needs no folder, so
-    /// its absence is no rejection.
+    /// Returns a notice if the folder at `path` has never existed. Its absence rejects nothing: a node of a
+    /// cluster needs no folder.
     pub(super) fn absence(&self, path: &Path) -> Option<String> {
         let never = self.state == FolderState::Missing && !self.was_read;
         never.then(|| {

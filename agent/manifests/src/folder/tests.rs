@@ -290,10 +290,16 @@ fn a_file_that_was_never_valid_protects_what_runs_from_it() {
 fn a_folder_that_was_never_read_says_nothing_about_its_pods() {
     let mut folder = Folder::new("/m".into(), "n".to_owned(), false);
     folder.set_standing(FolderState::Missing);
-    // A worker of a cluster usually has no such folder: its absence is a notice, not a rejected manifest.
+    // A worker of a cluster usually lacks the folder: its absence is a notice, not a rejected manifest.
     let desired = check(&mut folder, &[], &[]);
     assert!(!desired.may_remove(None));
-    assert!(folder.absence().unwrap().starts_with("/m: the folder of static pods does not exist"));
+    assert!(
+        folder
+            .standing()
+            .absence(Path::new("/m"))
+            .unwrap()
+            .starts_with("/m: the folder of static pods does not exist")
+    );
     folder.set_standing(FolderState::Unreadable("cannot be read (EIO)".to_owned()));
     let desired = check(&mut folder, &[], &["/m: cannot be read (EIO); its running pods stay"]);
     assert!(!desired.may_remove(None));
@@ -307,7 +313,7 @@ fn a_folder_that_is_taken_away_takes_its_pods_along() {
     let desired = check(&mut folder, &["web-node1@/m/a.yaml"], &["cannot be read"]);
     assert!(!desired.may_remove(None));
     folder.set_standing(FolderState::Missing);
-    assert_eq!(folder.absence(), None);
+    assert_eq!(folder.standing().absence(Path::new("/m")), None);
     let desired =
         check(&mut folder, &[], &["/m: the folder of static pods was removed; its pods are terminated"]);
     assert!(desired.may_remove(Some(Path::new("/m/a.yaml"))));
