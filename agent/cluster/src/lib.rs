@@ -1,6 +1,7 @@
 //! The node's side of the cluster protocol. No other crate knows of an API server: this crate has the only
 //! client of it ([`client`]) and a kubelet's duties towards it: identity ([`connect`](mod@connect)),
-//! heartbeat ([`lease`]), the Node object ([`node`]), events ([`events`]), and a drain ([`drain`](mod@drain)).
+//! heartbeat ([`lease`]), the Node object ([`node`]), events ([`events`]), and a drain
+//! ([`drain`](mod@drain)).
 
 pub mod accounts;
 mod assigned;

@@ -1,6 +1,6 @@
 //! Faults of the machine that node repair acts on, measured every few seconds: the container runtime's
-//! silence, the agent's file systems, and the kernel's log. `beelet_policy::node::repair` judges them and names
-//! the conditions; `agent/src/cluster` writes these to the Node.
+//! silence, the agent's file systems, and the kernel's log. `beelet_policy::node::repair` judges them and
+//! names the conditions; `agent/src/cluster` writes these to the Node.
 //!
 //! This crate only reads. Its work is optional: the configuration's `nodeConditions` starts it.
 
@@ -63,7 +63,7 @@ pub fn keep(inputs: Inputs, stop: CancellationToken) -> Work {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut kernel = Kernel::open(inputs.kernel_log.clone()).await;
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            let (read, now) = kernel.look().await;
+            let (read, now) = kernel.read_on().await;
             kernel = read;
             let disks = measure(&inputs.space, &inputs.folders).await;
             let mut faults: Vec<Fault> = runtime((inputs.silence)()).into_iter().collect();
@@ -106,11 +106,11 @@ impl Kernel {
     }
 
     /// Reads the new records, and checks the hung tasks. Returns the time since boot, too.
-    async fn look(self) -> (Self, Duration) {
+    async fn read_on(self) -> (Self, Duration) {
         blocking("reading the kernel's log", move || {
             let Self { mut reader, mut log } = self;
             if let Some(reader) = &mut reader {
-                reader.read(|record| log.take(record));
+                reader.read(|record| log.add(record));
             }
             log.retain_hung(kernel_log::hangs);
             (Self { reader, log }, kernel_log::since_boot())
@@ -146,7 +146,8 @@ fn state(measured: Result<Statvfs, Error>) -> Option<DiskState> {
     }
 }
 
-/// Returns the name of the device of a folder's file system, as the kernel's messages have it: `sda1`, `dm-0`.
+/// Returns the name of the device of a folder's file system, as the kernel's messages have it: `sda1`,
+/// `dm-0`.
 fn device(folder: &Path) -> Option<String> {
     let table = mountinfo::read().ok()?;
     let source = mountinfo::mount_of(&table, folder)?.source;

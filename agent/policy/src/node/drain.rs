@@ -73,7 +73,7 @@ pub fn verdict(pod: &Pod, options: &Options) -> Verdict {
     }
 }
 
-/// One pod of the API server.
+/// A pod of the API server.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// The namespace.
@@ -123,7 +123,8 @@ pub fn refusal(code: Option<u16>, message: &str, retry_after: Option<Duration>) 
         // The precondition failed, or the pod changed meanwhile: the next list shows which.
         Some(409) | None => later(TRANSIENT),
         Some(429) => later(BUDGET),
-        // A namespace that is being deleted refuses new objects, and so evictions, and deletes the pod itself.
+        // A namespace that is being deleted refuses new objects, and so evictions, and deletes its pods
+        // itself.
         Some(403) if message.contains("because it is being terminated") => later(BUDGET),
         // The registry's answer for two budgets on one pod (registry/core/pod/storage/eviction.go).
         Some(500) if message.contains("more than one PodDisruptionBudget") => {

@@ -172,9 +172,9 @@ pub struct KernelLog {
 }
 
 impl KernelLog {
-    /// Takes a record of `/dev/kmsg` (Documentation/ABI/testing/dev-kmsg). Only the kernel's own records
+    /// Adds a record of `/dev/kmsg` (Documentation/ABI/testing/dev-kmsg). Only the kernel's own records
     /// count: the kernel marks those that a program has written.
-    pub fn take(&mut self, record: &str) {
+    pub fn add(&mut self, record: &str) {
         let Some((prefix, line)) = record.split_once(';') else { return };
         let mut fields = prefix.split(',');
         let number = |field: Option<&str>| field.and_then(|text| text.parse::<u64>().ok());
@@ -185,11 +185,11 @@ impl KernelLog {
         };
         // The facility is above the three bits of the level; the kernel's own is 0.
         if priority >> 3 == 0 {
-            self.take_line(line, Duration::from_micros(micros));
+            self.add_line(line, Duration::from_micros(micros));
         }
     }
 
-    fn take_line(&mut self, line: &str, at: Duration) {
+    fn add_line(&mut self, line: &str, at: Duration) {
         let text: String = line.chars().filter(|c| !c.is_control()).take(LONGEST).collect();
         if let Some(tid) = hung_task(line) {
             if self.hung.len() < MOST {
@@ -241,8 +241,8 @@ fn is_lockup(line: &str) -> bool {
     line.contains("BUG: soft lockup - CPU#") || line.contains("hard LOCKUP on cpu")
 }
 
-/// Returns true for the line of an oops: each architecture's `die` writes the number of the oops since boot in
-/// this form (arch/x86/kernel/dumpstack.c, arch/arm64/kernel/traps.c).
+/// Returns true for the line of an oops: each architecture's `die` writes the number of the oops since boot
+/// in this form (arch/x86/kernel/dumpstack.c, arch/arm64/kernel/traps.c).
 fn is_oops(line: &str) -> bool {
     line.split("[#").skip(1).any(|rest| {
         rest.split_once(']').is_some_and(|(number, _)| {
@@ -370,7 +370,7 @@ mod tests {
 
     fn log(lines: &[&str]) -> KernelLog {
         let mut log = KernelLog::default();
-        lines.iter().for_each(|line| log.take(&format!("4,7,100000000,-;{line}")));
+        lines.iter().for_each(|line| log.add(&format!("4,7,100000000,-;{line}")));
         log
     }
 
@@ -406,7 +406,7 @@ mod tests {
     fn a_program_can_not_write_a_fault_into_the_log() {
         let mut log = KernelLog::default();
         for record in [
-            // The facility of programs, and records that are none.
+            // The facility of programs, and invalid records.
             "12,7,100000000,-;Oops: 0000 [#1] SMP",
             "Oops: 0000 [#1] SMP",
             "x,7,1,-;Oops: 0000 [#1] SMP",
@@ -414,7 +414,7 @@ mod tests {
             " SUBSYSTEM=block;Oops: 0000 [#1] SMP",
             ";",
         ] {
-            log.take(record);
+            log.add(record);
         }
         assert_eq!(log, KernelLog::default());
     }
@@ -438,10 +438,10 @@ mod tests {
     fn the_memory_of_the_log_is_bounded() {
         let mut log = KernelLog::default();
         for number in 0..1000 {
-            log.take(&format!("4,7,1,-;INFO: task a:{number} blocked for more than 120 seconds."));
-            log.take(&format!("4,7,1,-;EXT4-fs (sd{number}): Remounting filesystem read-only"));
+            log.add(&format!("4,7,1,-;INFO: task a:{number} blocked for more than 120 seconds."));
+            log.add(&format!("4,7,1,-;EXT4-fs (sd{number}): Remounting filesystem read-only"));
         }
-        log.take(&format!("4,7,1,-;Oops: 0000 [#1] {}", "x".repeat(100_000)));
+        log.add(&format!("4,7,1,-;Oops: 0000 [#1] {}", "x".repeat(100_000)));
         assert_eq!((log.hung.len(), log.file_systems.len()), (MOST, MOST));
         assert_eq!(log.oops.unwrap().chars().count(), LONGEST);
     }
