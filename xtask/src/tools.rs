@@ -1,6 +1,6 @@
-//! Programs from crates.io that some commands run. Each is installed once, with the versions of its own lock file,
-//! in a folder of its own below target/tools. They are programs and no libraries of xtask, so that `cargo xtask
-//! tidy` still builds in seconds.
+//! Programs from crates.io that some commands run. Each is installed once, with the versions of its own lock
+//! file, in a folder of its own below target/tools. They are programs and no libraries of xtask, so that
+//! `cargo xtask tidy` still builds in seconds.
 
 use crate::{progress::Step, shell};
 use anyhow::Result;

@@ -6,8 +6,8 @@ use anyhow::{Context as _, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Pages whose links are not checked: the one that contains all others, for printing, whose anchors have the names of
-/// their pages before them; and the one for a missing page, whose links start at the server's top.
+/// Pages whose links are not checked: the one that contains all others, for printing, whose anchors have the
+/// names of their pages before them; and the one for a missing page, whose links start at the server's top.
 const SPECIAL: [&str; 2] = ["print.html", "404.html"];
 
 /// Returns the number of pages, and a line per broken link.

@@ -1,5 +1,5 @@
-//! `cargo xtask docs`: builds the site from docs/ with mdBook, and checks all links: in the pages, and in the HTML that
-//! mdBook made of them.
+//! `cargo xtask docs`: builds the site from docs/ with mdBook, and checks all links: in the pages, and in the
+//! HTML that mdBook made of them.
 
 mod html;
 pub(crate) mod links;

@@ -99,8 +99,8 @@ mod tests {
 
     #[test]
     fn a_repeated_heading_has_a_number_in_its_anchor() {
-        let page = Page::parse("# One\n## Two\n## Two\n<a id=\"three\"></a>\n");
+        let page = Page::parse("# First\n## Two\n## Two\n<a id=\"three\"></a>\n");
         let anchors: Vec<&str> = page.anchors.iter().map(String::as_str).collect();
-        assert_eq!(anchors, ["one", "three", "two", "two-1"]);
+        assert_eq!(anchors, ["first", "three", "two", "two-1"]);
     }
 }

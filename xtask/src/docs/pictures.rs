@@ -1,5 +1,5 @@
-//! The pictures of the README and of the site: what a terminal shows, as SVG. The demo runs in a terminal of its own; a
-//! terminal emulator reads its output, and each cell of the screen becomes text with its colours.
+//! The pictures of the README and of the site: what a terminal shows, as SVG. The demo runs in a terminal of
+//! its own; a terminal emulator reads its output, and each cell of the screen becomes text with its colours.
 
 use crate::progress::Step;
 use crate::{lab, shell};
@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Size of the terminal, in cells.
-const SIZE: (u16, u16) = (30, 112);
+const SIZE: (u16, u16) = (13, 112);
 /// Size of a cell of 14 px text, in hundredths of a pixel.
 const CELL: (usize, usize) = (843, 1900);
 /// Space around the text, in pixels.

@@ -1,6 +1,6 @@
-//! The sources of the site. The site contains the pages of docs/, and each page and file elsewhere in the repository
-//! to which they lead, below `repository/`. So a site of one version has all files of that version, and needs no
-//! other web server.
+//! The sources of the site. The site contains the pages of docs/, and each page and file elsewhere in the
+//! repository to which they lead, below `repository/`. So a site of one version has all files of that
+//! version, and needs no other web server.
 
 use super::links::{SUMMARY, resolve};
 use super::page::{Page, parts};
@@ -31,7 +31,8 @@ impl<'a> Sources<'a> {
         Self { repository, out, web, extra: BTreeMap::new(), queue: Vec::new() }
     }
 
-    /// Writes the pages and files among `files` (paths in the repository) that the site needs, and the summary.
+    /// Writes the pages and files among `files` (paths in the repository) that the site needs, and the
+    /// summary.
     pub(super) fn write(mut self, files: &[String]) -> Result<()> {
         for file in files.iter().filter(|file| file.starts_with("docs/") && *file != SUMMARY) {
             if file.ends_with(".md") {
@@ -86,7 +87,8 @@ impl<'a> Sources<'a> {
         workdir::write(&self.out.join(in_site(page)), text)
     }
 
-    /// Returns the place of a target in the site, and adds the target if the site lacks it; None for a folder.
+    /// Returns the place of a target in the site, and adds the target if the site lacks it; None for a
+    /// folder.
     fn place(&mut self, target: &Path) -> Result<Option<PathBuf>> {
         let full = self.repository.join(target);
         if full.is_dir() {

@@ -1,5 +1,5 @@
-//! The Helm chart, made of the DaemonSet in packaging/kubernetes, so that the two cannot differ: the values replace
-//! texts of that file.
+//! The Helm chart, made of the DaemonSet in packaging/kubernetes, so that the two cannot differ: the values
+//! replace texts of that file.
 
 use super::{archive, version};
 use anyhow::{Context as _, Result, bail};

@@ -1,9 +1,10 @@
-//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: packages for Debian,
-//! RPM and Alpine, an archive with a static binary, an image for systemd-sysext, a container image, a Helm chart, lists
-//! of the binary's components (SBOM), and the checksums of all of them.
+//! `cargo xtask package`: makes the files of a release in `package/` below cargo's target folder: packages
+//! for Debian, RPM and Alpine, an archive with a static binary, an image for systemd-sysext, a container
+//! image, a Helm chart, lists of the binary's components (SBOM), and the checksums of all of them.
 //!
-//! The packages and the archive contain the same files ([`layout`]). The same commit makes the same bytes, in any
-//! folder: times are the commit's, owners are root, and the binary contains no path of the build ([`paths`]).
+//! The packages and the archive contain the same files ([`layout`]). The same commit makes the same bytes, in
+//! any folder: times are the commit's, owners are root, and the binary contains no path of the build
+//! ([`paths`]).
 
 mod archive;
 mod chart;
@@ -34,8 +35,8 @@ pub use self::layout::files;
 
 /// The cargo profile of released binaries.
 const PROFILE: &str = "dist";
-/// Makes the files of a release below target/package: packages (.deb, .rpm, .apk), an archive with a static binary, a
-/// systemd-sysext image, a container image, a Helm chart, SBOMs, and the checksums of all of them
+/// Makes the files of a release below target/package: packages (.deb, .rpm, .apk), an archive with a static
+/// binary, a systemd-sysext image, a container image, a Helm chart, SBOMs, and the checksums of all of them
 #[derive(clap::Args)]
 pub struct Args {
     /// The package's revision, which follows the version: 0.1.0-REVISION

@@ -1,4 +1,5 @@
-//! Packages for distributions with RPM, and for Alpine, made by nFPM from the same files as the Debian package.
+//! Packages for distributions with RPM, and for Alpine, made by nFPM from the same files as the Debian
+//! package.
 
 use super::{layout, tree, version};
 use crate::cross::Arch;
@@ -19,7 +20,8 @@ pub(super) enum Format {
     Apk,
 }
 
-/// Files of the repository that only Alpine's package has, with their installed paths and modes: OpenRC's services.
+/// Files of the repository that only Alpine's package has, with their installed paths and modes: OpenRC's
+/// services.
 const OPENRC: &[(&str, &str, u32)] = &[
     ("packaging/apk/beelet.initd", "etc/init.d/beelet", 0o755),
     ("packaging/apk/beelet-observe.initd", "etc/init.d/beelet-observe", 0o755),
@@ -28,8 +30,8 @@ const OPENRC: &[(&str, &str, u32)] = &[
 const ZSH: (&str, &str) = ("usr/share/zsh/vendor-completions/", "usr/share/zsh/site-functions/");
 const UNITS: &str = "usr/lib/systemd/";
 
-/// Makes the package of these files, whose binary is static, in the folder `out`; all its times are `seconds` since
-/// 1970.
+/// Makes the package of these files, whose binary is static, in the folder `out`; all its times are `seconds`
+/// since 1970.
 pub(super) fn build(
     format: Format,
     files: &[(String, Entry)],
@@ -137,8 +139,8 @@ fn recipe_of(
     recipe
 }
 
-/// Returns the folders that a removal of the package must remove, as dpkg does by itself: those of beelet's name and
-/// below, if `files` has no entry for them.
+/// Returns the folders that a removal of the package must remove, as dpkg does by itself: those of beelet's
+/// name and below, if `files` has no entry for them.
 fn own_folders(files: &[(String, Entry)]) -> BTreeSet<String> {
     let above = files.iter().flat_map(|(path, _)| Path::new(path).ancestors().skip(1));
     let own = above.filter(|folder| folder.iter().any(|part| part == "beelet"));

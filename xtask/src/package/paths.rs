@@ -1,8 +1,9 @@
-//! Hides the folders of the build from the compiled code, so that builds in different folders have the same bytes.
+//! Hides the folders of the build from the compiled code, so that builds in different folders have the same
+//! bytes.
 //!
-//! Panic messages contain paths of generated sources in cargo's target folder, and of dependencies in cargo's home.
-//! rustc's `--remap-path-prefix` replaces them. cargo hashes the flags of RUSTFLAGS into the names of all symbols, so
-//! the flags come from a wrapper of rustc.
+//! Panic messages contain paths of generated sources in cargo's target folder, and of dependencies in cargo's
+//! home. rustc's `--remap-path-prefix` replaces them. cargo hashes the flags of RUSTFLAGS into the names of
+//! all symbols, so the flags come from a wrapper of rustc.
 
 use anyhow::{Context as _, Result};
 use beelet_tests_base::workdir;

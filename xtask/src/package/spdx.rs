@@ -1,4 +1,5 @@
-//! The list of the binary's components as SPDX 2.3 (JSON), made from the CycloneDX list, so that the two agree.
+//! The list of the binary's components as SPDX 2.3 (JSON), made from the CycloneDX list, so that the two
+//! agree.
 
 use super::{Commit, version};
 use anyhow::{Context as _, Result};
@@ -63,7 +64,8 @@ fn convert(list: &Value, commit: &str) -> Value {
 fn package(component: &Value, id: &str) -> Value {
     let license = match text(&component["licenses"][0]["expression"]) {
         none if none.is_empty() => "NOASSERTION".to_owned(),
-        // Old manifests separate a choice with a slash. SPDX's own tool does not know `MPL-2.0+` ("or later").
+        // Old manifests separate a choice with a slash. SPDX's own tool does not know `MPL-2.0+` ("or
+        // later").
         license => license.replace('/', " OR ").replace("MPL-2.0+", "MPL-2.0"),
     };
     let purl = text(&component["purl"]);

@@ -8,10 +8,12 @@ use beelet_tests_base::images::Entry;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The image's name on a machine: `/var/lib/extensions/beelet.raw`. The image contains a file with the same name.
+/// The image's name on a machine: `/var/lib/extensions/beelet.raw`. The image contains a file with the same
+/// name.
 const NAME: &str = "beelet";
 
-/// Makes the image of those files that are below /usr, in the folder `out`; all its times are `seconds` since 1970.
+/// Makes the image of those files that are below /usr, in the folder `out`; all its times are `seconds` since
+/// 1970.
 pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: u64) -> Result<PathBuf> {
     let mksquashfs =
         setup::find("mksquashfs").context("mksquashfs is missing: cargo xtask setup --for release")?;
@@ -30,8 +32,8 @@ pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: 
     Ok(image)
 }
 
-/// Returns the files below /usr, with the one that systemd compares with the machine's os-release. A static binary
-/// suits every distribution (`_any`).
+/// Returns the files below /usr, with the one that systemd compares with the machine's os-release. A static
+/// binary suits every distribution (`_any`).
 fn with_release(files: &[(String, Entry)], arch: Arch) -> Vec<(String, Entry)> {
     let processor = arch.machine().replace('_', "-");
     let processor = if arch == Arch::Arm64 { "arm64" } else { processor.as_str() };

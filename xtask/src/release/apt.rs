@@ -15,8 +15,8 @@ use std::process::Command;
 const SUITE: &str = "stable";
 const COMPONENT: &str = "main";
 
-/// Makes the repository in the folder `root` from these packages, one per processor (in Debian's spelling). `date` is
-/// the time of the release (RFC 5322, in UTC).
+/// Makes the repository in the folder `root` from these packages, one per processor (in Debian's spelling).
+/// `date` is the time of the release (RFC 5322, in UTC).
 pub(super) fn build(root: &Path, packages: &[(&str, PathBuf)], date: &str, key: Option<&Gpg>) -> Result<()> {
     let suite = root.join("dists").join(SUITE);
     let mut lists = Vec::new();

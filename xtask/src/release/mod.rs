@@ -1,8 +1,9 @@
 //! `cargo xtask release VERSION`: from a clean checkout to a folder that can be published.
 //!
-//! The command changes the version and the changelog in a commit of its own, unless the checkout has that version. Then
-//! it makes the files of all processors, the APT and RPM repositories, the statements about origin and
-//! vulnerabilities, and the checksums; and signs, if it gets the keys. It publishes nothing.
+//! The command changes the version and the changelog in a commit of its own, unless the checkout has that
+//! version. Then it makes the files of all processors, the APT and RPM repositories, the statements about
+//! origin and vulnerabilities, and the checksums; and signs, if it gets the keys. The command publishes
+//! nothing.
 
 mod apt;
 mod reproducible;
@@ -21,7 +22,8 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Makes a folder that can be published: version, changelog, packages, repositories, SBOMs, checksums, signatures
+/// Makes a folder that can be published: version, changelog, packages, repositories, SBOMs, checksums,
+/// signatures
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The version: MAJOR.MINOR.PATCH. If the checkout has another one, a commit changes it

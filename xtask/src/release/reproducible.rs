@@ -1,5 +1,5 @@
-//! Builds a release twice, in clones of the repository in two folders with names of different lengths, and compares
-//! the files.
+//! Builds a release twice, in clones of the repository in two folders with names of different lengths, and
+//! compares the files.
 
 use super::listed;
 use crate::progress::Step;
@@ -28,7 +28,8 @@ pub(super) fn check(arguments: &[OsString]) -> Result<()> {
         // The installed programs are the same for both.
         let (target, tools) = (workdir::target_dir(), clone.join("target/tools"));
         std::fs::create_dir_all(target.join("tools"))?;
-        // The mark by which a program finds its target folder; cargo makes it only in a folder that it makes itself.
+        // The mark by which a program finds its target folder; cargo makes it only in a folder that it makes
+        // itself.
         workdir::write(&clone.join("target/CACHEDIR.TAG"), workdir::read(&target.join("CACHEDIR.TAG"))?)?;
         std::os::unix::fs::symlink(target.join("tools"), &tools)
             .with_context(|| format!("could not make {}", tools.display()))?;

@@ -1,6 +1,6 @@
-//! Signatures, made without a network: OpenPGP for the repositories, because APT and DNF verify that, and SSH for the
-//! checksums. Both keys are Ed25519 keys without a passphrase, or keys whose agent runs; equal files have equal
-//! signatures.
+//! Signatures, made without a network: OpenPGP for the repositories, because APT and DNF verify that, and SSH
+//! for the checksums. Both keys are Ed25519 keys without a passphrase, or keys whose agent runs; equal files
+//! have equal signatures.
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};

@@ -1,13 +1,13 @@
-//! Statements about the files of a release: their origin (in-toto, SLSA), and vulnerabilities that do not affect
-//! them (OpenVEX).
+//! Statements about the files of a release: their origin (in-toto, SLSA), and vulnerabilities that do not
+//! affect them (OpenVEX).
 
 use crate::package::{Commit, sha256, version};
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// The origin of the files, as an in-toto statement with SLSA's predicate. The builder is the maintainer's machine,
-/// so the statement meets SLSA's build level 1; the release workflow of CI attests by itself.
+/// The origin of the files, as an in-toto statement with SLSA's predicate. The builder is the maintainer's
+/// machine, so the statement meets SLSA's build level 1; the release workflow of CI attests by itself.
 /// <https://slsa.dev/spec/v1.0/provenance>
 pub(super) fn provenance(folder: &Path, files: &[PathBuf], commit: &Commit, rustc: &str) -> Result<Value> {
     let subject = |path: &PathBuf| {
@@ -35,8 +35,8 @@ pub(super) fn provenance(folder: &Path, files: &[PathBuf], commit: &Commit, rust
     }))
 }
 
-/// Returns the OpenVEX document of this version from the statements in packaging/vex.json; None if there are none.
-/// <https://github.com/openvex/spec>
+/// Returns the OpenVEX document of this version from the statements in packaging/vex.json; None without
+/// statements. <https://github.com/openvex/spec>
 pub(super) fn vex(statements: &str, time: &str) -> Result<Option<Value>> {
     let kept: Value = serde_json::from_str(statements).context("could not parse packaging/vex.json")?;
     let mut statements = kept["statements"].as_array().cloned().unwrap_or_default();
