@@ -63,8 +63,8 @@ impl Format {
         matches!(self, Self::Table | Self::Wide)
     }
 
-    /// Returns the text of the objects: of a single one if one name selected it, else of a list of them. `list` makes
-    /// that list of all objects. Empty for [`Format::is_table`].
+    /// Returns the text of the objects: of a single one if one name selected it, else of a list of them.
+    /// `list` makes that list of all objects. Empty for [`Format::is_table`].
     pub(crate) fn text(
         &self,
         objects: &[Value],

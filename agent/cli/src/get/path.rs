@@ -1,5 +1,6 @@
-//! kubectl's JSONPath (client-go's util/jsonpath): paths such as `.status.podIP`, `.spec.containers[*].image` and
-//! `.status.conditions[?(@.type=="Ready")].status`, and templates such as `{.metadata.name}{"\n"}` with `{range}`.
+//! kubectl's JSONPath (client-go's util/jsonpath): paths such as `.status.podIP`, `.spec.containers[*].image`
+//! and `.status.conditions[?(@.type=="Ready")].status`, and templates such as `{.metadata.name}{"\n"}` with
+//! `{range}`.
 
 use std::cmp::Ordering;
 use std::str::FromStr;
@@ -87,8 +88,8 @@ impl Path {
             .fold(vec![root], |values, step| values.into_iter().flat_map(|value| step.apply(value)).collect())
     }
 
-    /// Compares two values by the first value to which the path leads: numbers as numbers, all else as text. A
-    /// missing value comes first.
+    /// Compares two values by the first value to which the path leads: numbers as numbers, all else as text.
+    /// A missing value comes first.
     pub(super) fn compare(&self, a: &Value, b: &Value) -> Ordering {
         match (self.values(a).first(), self.values(b).first()) {
             (Some(a), Some(b)) => compare(a, b),
