@@ -66,6 +66,7 @@ impl Cluster {
             requests: handles.requests,
             complete: handles.services.complete,
             events: handles.services.events,
+            statuses: handles.services.metrics.cluster.statuses,
             mirrors: handles.services.metrics.cluster.mirrors,
             statuses: handles.services.metrics.cluster.statuses,
             state: handles.services.state,
