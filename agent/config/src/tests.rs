@@ -451,7 +451,7 @@ fn the_effective_configuration_reads_back_as_itself() {
         ),
         beelet("tuner: {mode: off, interval: 1s, cpuWaitPerMille: 30, cpuWaitP99: 2ms, memoryFloor: 32Mi}"),
         beelet(
-            "tuner: {mode: enforce, scheduler: sched-ext, cpuCaps: always, hotTicks: 3, burstPercent: 0, backOff: 1m, reclaim: enforce, reclaimRate: 8Mi, reclaimSwapRate: 0, helplessSteps: 0, gainPercent: 20, standstillTicks: 40, bestEffortDiskWeight: 10}",
+            "tuner: {mode: enforce, scheduler: sched-ext, cpuCaps: always, hotTicks: 3, burstPercent: 0, backOff: 1m, reclaim: enforce, reclaimRate: 8Mi, reclaimSwapRate: 512Ki, helplessSteps: 0, gainPercent: 20, standstillTicks: 40, bestEffortDiskWeight: 10}",
         ),
         beelet(
             "nodeName: 'on'\nbpf: off\nlivenessCanary: 0s\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere",

@@ -256,6 +256,7 @@ fn a_long_tick_is_followed_by_a_longer_pause() {
 #[test]
 fn the_disk_weight_is_held_until_the_end_and_restored_after_a_kill() {
     let fake = Fake::new();
+    fs::write(fake.dir.path().join("cgroup/cgroup.controllers"), "cpu io memory").unwrap();
     fs::write(fake.file("io.weight"), "default 100").unwrap();
     let law = Law { best_effort_disk_weight: 10, ..Law::default() };
     let mut engine = fake.engine_by(law);
