@@ -41,6 +41,7 @@ const SECTIONS: &[(&str, &[&str])] = &[
         ],
     ),
     ("Measurements", &["top", "events", "probe", "tune", "devices", "bpf"]),
+    ("The node", &["cordon", "uncordon", "drain", "handover"]),
     ("Images and garbage", &["images", "gc"]),
     ("Decisions", &["plan"]),
     ("The shell", &["completions", "man"]),

@@ -68,7 +68,6 @@ impl Cluster {
             events: handles.services.events,
             statuses: handles.services.metrics.cluster.statuses,
             mirrors: handles.services.metrics.cluster.mirrors,
-            statuses: handles.services.metrics.cluster.statuses,
             state: handles.services.state,
             autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
             presence,
