@@ -20,7 +20,7 @@ pub(super) struct Book {
     /// Refused pods that may fit after a release.
     refused: BTreeSet<String>,
     /// True after a release since the refused pods were last tried.
-    freed: bool,
+    pub(super) freed: bool,
     /// Pods that lost their assignments of the state files, until their events are recorded.
     pub(super) lost: BTreeSet<String>,
 }

@@ -78,6 +78,7 @@ impl Task {
             let wanted = self.wanted(&table);
             given.retain(|id, _| wanted.contains_key(id));
             if Instant::now() >= check {
+                self.desk.follow_hardware().await;
                 self.forget_drifted(&wanted, &mut given).await;
                 check = Instant::now().after(self.desk.period);
             }

@@ -13,7 +13,9 @@
 //! Must never end a pod by itself: it asks the pods' manager.
 
 mod book;
+mod error;
 mod follow;
+mod hardware;
 pub mod machine;
 mod metrics;
 mod open;
@@ -36,9 +38,9 @@ use tokio::sync::{mpsc, watch};
 
 use self::book::Book;
 pub use self::{
+    error::OpenError,
     follow::Task,
     metrics::Metrics,
-    open::OpenError,
     session::{Circumstances, PinRefusal, Session},
     view::{Held, MemoryBlock},
 };
@@ -52,7 +54,7 @@ pub struct Parts {
     /// Settings, with the reserved amounts of this machine.
     pub settings: beelet_config::Pinning,
     /// The machine; required if any policy is on.
-    pub machine: Option<Arc<machine::MachineTopology>>,
+    pub machine: Option<machine::Source>,
     /// The folder of the state files, the kubelet's own.
     pub folder: std::path::PathBuf,
     /// Changes containers.
@@ -87,6 +89,7 @@ struct Desk {
     changes: watch::Sender<u64>,
     gates: Gates,
     period: Duration,
+    hardware: hardware::Hardware,
     files: Files,
     active: watch::Receiver<Active>,
     requests: mpsc::Sender<Request>,

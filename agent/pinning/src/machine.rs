@@ -7,8 +7,9 @@
 use std::{
     collections::BTreeMap,
     ffi::OsStr,
-    io,
+    fmt, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use beelet_base::{machine_memory::meminfo, shared_folder::Folder};
@@ -34,6 +35,31 @@ pub struct MachineTopology {
     pub nodes: Vec<Node>,
     /// The memory of the nodes.
     pub memory: Vec<MemoryNode>,
+}
+
+/// The machine, which can be read again: CPUs go offline and come online. Clones share the reader.
+#[derive(Clone)]
+pub struct Source(Arc<dyn Fn() -> Result<MachineTopology, MachineError> + Send + Sync>);
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Source").finish_non_exhaustive()
+    }
+}
+
+impl Source {
+    /// Creates a source from a function that reads the machine, and may block.
+    pub fn new(read: impl Fn() -> Result<MachineTopology, MachineError> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(read))
+    }
+
+    /// Reads the machine. Blocks.
+    ///
+    /// # Errors
+    /// As for [`MachineTopology::read`].
+    pub fn read(&self) -> Result<MachineTopology, MachineError> {
+        (self.0)()
+    }
 }
 
 /// Error of a kernel file that is missing or has an unexpected form.

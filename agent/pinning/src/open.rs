@@ -9,36 +9,24 @@ use std::{
 };
 
 use beelet_policy::pinning::{
-    CpuTopology, PinningError, Pins,
-    cpus::{self, CpuManager},
+    PinningError, Pins, cpus,
     memory::{self, MemoryManager},
-    topology::TopologyManager,
 };
 use beelet_state::{ForeignFile, events::NodeEvents};
 use tokio::sync::watch;
 use tracing::warn;
 
-use super::{Book, Desk, Files, Parts, Pinning, Task};
+use super::{
+    Book, Desk, Files, OpenError, Parts, Pinning, Task,
+    hardware::{Hardware, managers},
+    machine::MachineTopology,
+};
 
 /// The kubelet's names of the state files.
 const CPU_STATE: &str = "cpu_manager_state";
 const MEMORY_STATE: &str = "memory_manager_state";
 /// The end of the name of a state file that was replaced.
 const REPLACED: &str = ".replaced";
-
-/// Error of a configuration that does not fit this machine.
-#[derive(Debug, thiserror::Error)]
-#[error("{field}: {message}")]
-pub struct OpenError {
-    field: &'static str,
-    message: String,
-}
-
-impl OpenError {
-    fn new(field: &'static str, message: impl Into<String>) -> Self {
-        Self { field, message: message.into() }
-    }
-}
 
 impl Pinning {
     /// Opens the pins as an earlier agent or a kubelet left them, and returns the task that keeps them.
@@ -54,7 +42,16 @@ impl Pinning {
             switch_off(&files, &events);
             return Ok((Self(None), None));
         }
-        let (pins, lost) = open_pins(&parts, &files, &events)?;
+        let source = parts.machine.clone();
+        let source =
+            source.ok_or_else(|| OpenError::new("cpuManagerPolicy", "the machine's CPUs are unknown"))?;
+        let machine = source.read();
+        let machine = machine.map_err(|error| {
+            let remedy = "set cpuManagerPolicy: none, memoryManagerPolicy: None and topologyManagerPolicy: none to run \
+                          without CPUs and NUMA nodes";
+            OpenError::new("cpuManagerPolicy", format!("{error}; {remedy}"))
+        })?;
+        let (pins, lost) = open_pins(&parts.settings, &machine, &files, &events)?;
         parts.metrics.show(&pins);
         let mut written = [pins.cpus.file(), pins.memory.file()];
         for (file, text) in files.iter().zip(&mut written) {
@@ -70,6 +67,7 @@ impl Pinning {
             changes: watch::Sender::new(0),
             gates: parts.settings.gates,
             period: parts.settings.reconcile_period,
+            hardware: Hardware::new(source, parts.settings, events, machine),
             files: Files { cpus, memory, written: Mutex::new(written) },
             active: parts.active,
             requests: parts.requests,
@@ -88,23 +86,13 @@ impl Pinning {
 }
 
 fn open_pins(
-    parts: &Parts,
+    settings: &beelet_config::Pinning,
+    machine: &MachineTopology,
     files: &[ForeignFile; 2],
     events: &NodeEvents,
 ) -> Result<(Pins, BTreeSet<String>), OpenError> {
-    let settings = &parts.settings;
-    let machine = parts.machine.as_deref();
-    let machine =
-        machine.ok_or_else(|| OpenError::new("cpuManagerPolicy", "the machine's CPUs are unknown"))?;
     let of = |field: &'static str| move |error: PinningError| OpenError::new(field, error.to_string());
-    let topology =
-        TopologyManager::new(&settings.topology, &machine.nodes).map_err(of("topologyManagerPolicy"))?;
-    let cpus = CpuTopology::new(&machine.cpus).map_err(of("cpuManagerPolicy"))?;
-    let cpus = CpuManager::new(&settings.cpus, &Arc::new(cpus), topology.policy(), settings.gates);
-    let cpus = cpus.map_err(of("cpuManagerPolicy"))?;
-    let memory = MemoryManager::new(&settings.memory, &machine.memory, settings.gates);
-    let memory = memory.map_err(of("reservedMemory"))?;
-    let mut pins = Pins { topology, cpus, memory };
+    let mut pins = managers(settings, machine)?;
     refuse_overdrawn(&pins.memory)?;
     let mut lost = BTreeSet::new();
     if let Some(found) = read(&files[0], events)

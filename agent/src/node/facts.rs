@@ -5,7 +5,6 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use super::{addresses, topology};
@@ -25,7 +24,7 @@ use beelet_base::{blocking::blocking, filesystem, machine_memory::meminfo};
 use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, HostDns, HostIps, NodeFacts};
-use beelet_pinning::machine::MachineTopology;
+use beelet_pinning::machine::Source;
 
 /// Maximum size of a resolver configuration, in bytes: the kubelet's bound.
 const RESOLVER_MAX: u64 = 10 << 20;
@@ -46,7 +45,7 @@ pub struct Machine {
     /// Huge pages by resource name.
     pub hugepages: BTreeMap<String, Quantity>,
     /// CPUs and NUMA nodes; `None` where nothing is pinned.
-    pub topology: Option<Arc<MachineTopology>>,
+    pub topology: Option<Source>,
     /// The node's own addresses, `status.hostIPs`.
     pub host: HostIps,
 }
@@ -65,7 +64,7 @@ impl Machine {
             swap_bytes: meminfo(&fs::read_to_string(MEMINFO).unwrap_or_default(), "SwapTotal").unwrap_or(0),
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
-            topology: topology::inspect(config, memory()?).await?,
+            topology: topology::inspect(config, memory()?),
             host: addresses::of(&config.node.ips),
         })
     }

@@ -21,7 +21,7 @@ use beelet_model::labels;
 use beelet_model::pod::HostIps;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_pinning::machine::MachineTopology;
+use beelet_pinning::machine::{MachineTopology, Source};
 use beelet_pleg::ExitHint;
 use beelet_pods::metrics::Metrics;
 use beelet_pods::qos_tree;
@@ -241,14 +241,14 @@ impl Node {
         };
         Doors {
             runtime: Some(Runtime::new(&self.cri.endpoint(), self.settings.request_timeout).unwrap()),
-            cgroups: Some(cgroups(self.dir.path())),
+            cgroups: Some(cgroups(self.dir.path(), self.settings.topology.is_some())),
             machine: Some(Machine {
                 cpus: 4,
                 memory_bytes: MEMORY,
                 storage_bytes: Some(STORAGE),
                 swap_bytes: 0,
                 hugepages: BTreeMap::new(),
-                topology: self.settings.topology.map(|topology| Arc::new(topology())),
+                topology: self.settings.topology.map(|read| Source::new(move || Ok(read()))),
                 host: HostIps::fixed(vec![Ipv4Addr::LOCALHOST.into()]),
             }),
             checkpoint: Some(Arc::clone(&self.store) as Arc<dyn Store>),
@@ -566,14 +566,21 @@ pub(crate) async fn until_file(path: impl AsRef<Path>, content: &str) {
     .await;
 }
 
-/// Creates a cgroup tree of plain folders.
-fn cgroups(dir: &Path) -> Arc<Cgroups> {
+/// Creates a cgroup tree of plain folders, with the controller of CPU sets where anything is pinned.
+fn cgroups(dir: &Path, has_cpusets: bool) -> Arc<Cgroups> {
     let hierarchy = |name: &str| Hierarchy {
         mount: dir.join("cgroup").join(name),
         is_v2: false,
         controllers: [name.to_owned()].into(),
     };
-    let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+    let cpusets = has_cpusets.then(|| hierarchy("cpuset"));
+    for Hierarchy { mount, .. } in &cpusets {
+        std::fs::create_dir_all(mount).unwrap();
+        std::fs::write(mount.join("cpuset.cpus"), "0-3").unwrap();
+        std::fs::write(mount.join("cpuset.mems"), "0-1").unwrap();
+    }
+    let hierarchies = [hierarchy("cpu"), hierarchy("memory")].into_iter().chain(cpusets).collect();
+    let layout = Layout { version: Version::V1, hierarchies };
     Arc::new(Cgroups::over_folders(layout, "/").unwrap())
 }
 

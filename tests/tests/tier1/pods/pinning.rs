@@ -1,6 +1,9 @@
 //! Pods with CPUs and memory of their own: the shared pool, restarts of the agent, foreign state files,
 //! NUMA nodes.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
 use beelet_config::Config;
 use beelet_pinning::machine::MachineTopology;
 use beelet_policy::pinning::memory::Reservation;
@@ -47,6 +50,18 @@ fn static_memory(config: &mut Config) {
     let amounts = [("memory".to_owned(), Quantity::from_units(1 << 30))];
     config.system_reserved.extend(amounts.clone());
     config.pinning.memory.reserved_memory = vec![Reservation { node: 0, limits: amounts.into() }];
+}
+
+/// True while CPU 3 is offline. Each test has its own process.
+static OFFLINE: AtomicBool = AtomicBool::new(false);
+
+fn changing() -> MachineTopology {
+    if OFFLINE.load(Ordering::Relaxed) { smaller() } else { machine() }
+}
+
+fn quick_static_cpus(config: &mut Config) {
+    static_cpus(config);
+    config.pinning.reconcile_period = Duration::from_millis(200);
 }
 
 fn settings(configure: fn(&mut Config)) -> Settings {
@@ -191,6 +206,29 @@ async fn a_changed_policy_or_machine_keeps_no_agent_from_starting() {
     node.apply(&guaranteed("other", "1"));
     let other = node.until_ready("other").await;
     assert_eq!(CpuSet::parse(&held(&node, &other)).unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn cpus_that_go_offline_and_come_back_are_followed_by_a_running_agent() {
+    let settings = Settings { topology: Some(changing), ..settings(quick_static_cpus) };
+    let node = Node::with_settings(settings, &[pod("web"), guaranteed("fast", "2")]).await;
+    let fast = node.until_ready("fast").await;
+    node.apply(&guaranteed("small", "1"));
+    let small = node.until_ready("small").await;
+    assert_eq!((held(&node, &fast).as_str(), held(&node, &small).as_str()), ("2-3", "1"));
+    until_cpus(&node, "web", "0").await;
+    OFFLINE.store(true, Ordering::Relaxed);
+    until_cpus(&node, "web", "0,2").await;
+    until_cpus(&node, "fast", "0,2").await;
+    assert_eq!((held(&node, &fast).as_str(), held(&node, &small).as_str()), ("", "1"));
+    OFFLINE.store(false, Ordering::Relaxed);
+    until_cpus(&node, "web", "0,2-3").await;
+    assert_eq!(held(&node, &small), "1");
+    // No container was restarted.
+    assert_eq!(
+        (node.containers("fast"), node.containers("small")),
+        ("main/0+".to_owned(), "main/0+".to_owned())
+    );
 }
 
 #[tokio::test]

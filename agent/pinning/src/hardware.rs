@@ -1,0 +1,122 @@
+//! CPUs that go offline or come online while the agent runs: the managers start again on the new machine, and
+//! running pods keep all that is still there.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use beelet_base::blocking::blocking;
+use beelet_policy::pinning::{
+    CpuSet, CpuTopology, PinningError, Pins,
+    cpus::{self, CpuManager},
+    memory::{self, MemoryManager},
+    topology::TopologyManager,
+};
+use beelet_state::events::NodeEvents;
+use tracing::warn;
+
+use super::{
+    Desk, OpenError,
+    machine::{MachineTopology, Source},
+};
+
+/// The machine as it was last read.
+#[derive(Debug)]
+pub(super) struct Hardware {
+    source: Source,
+    settings: beelet_config::Pinning,
+    events: NodeEvents,
+    known: Mutex<MachineTopology>,
+}
+
+impl Hardware {
+    pub(super) fn new(
+        source: Source,
+        settings: beelet_config::Pinning,
+        events: NodeEvents,
+        known: MachineTopology,
+    ) -> Self {
+        Self { source, settings, events, known: Mutex::new(known) }
+    }
+
+    /// Returns the machine if its CPUs or its nodes differ from those of the last call. A machine that cannot
+    /// be read has not changed.
+    async fn changed(&self) -> Option<(MachineTopology, MachineTopology)> {
+        let source = self.source.clone();
+        let now = blocking("reading the machine's CPUs", move || source.read()).await;
+        let now = now.inspect_err(|error| warn!(%error, "cannot read the machine's CPUs")).ok()?;
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        // The amounts of memory change with every huge page.
+        if (&known.cpus, &known.nodes) == (&now.cpus, &now.nodes) {
+            return None;
+        }
+        Some((std::mem::replace(&mut *known, now.clone()), now))
+    }
+}
+
+impl Desk {
+    /// Starts the managers again if CPUs have gone offline or come online. Pods keep the CPUs and the memory
+    /// that are still there; the others are lost, and run on in the shared pool.
+    pub(super) async fn follow_hardware(&self) {
+        let Some((before, now)) = self.hardware.changed().await else { return };
+        let change = change(&before, &now);
+        let new = managers(&self.hardware.settings, &now).map_err(|error| error.to_string());
+        let moved = new.and_then(|new| {
+            self.with(|book| {
+                let (new, lost) = moved(&book.pins, new).map_err(|error| error.to_string())?;
+                let kept = new.cpus.state().containers.len();
+                (book.pins, book.freed) = (new, true);
+                book.lost.extend(lost.iter().cloned());
+                Ok((kept, lost.len()))
+            })
+        });
+        match moved {
+            Ok((kept, lost)) => {
+                let message = format!(
+                    "{change}: {kept} pods keep what they have, {lost} pods do not (events of these pods follow)"
+                );
+                self.hardware.events.warning("MachineChanged", &message);
+                self.changed();
+            }
+            Err(error) => {
+                let message = format!("{change}, and the settings do not fit the machine any more: {error}");
+                self.hardware.events.warning("MachineChanged", &message);
+            }
+        }
+    }
+}
+
+/// Creates the managers for a machine. Their states are empty.
+pub(super) fn managers(
+    settings: &beelet_config::Pinning,
+    machine: &MachineTopology,
+) -> Result<Pins, OpenError> {
+    let of = |field: &'static str| move |error: PinningError| OpenError::new(field, error.to_string());
+    let topology =
+        TopologyManager::new(&settings.topology, &machine.nodes).map_err(of("topologyManagerPolicy"))?;
+    let cpus = CpuTopology::new(&machine.cpus).map_err(of("cpuManagerPolicy"))?;
+    let cpus = CpuManager::new(&settings.cpus, &Arc::new(cpus), topology.policy(), settings.gates);
+    let cpus = cpus.map_err(of("cpuManagerPolicy"))?;
+    let memory = MemoryManager::new(&settings.memory, &machine.memory, settings.gates);
+    let memory = memory.map_err(of("reservedMemory"))?;
+    Ok(Pins { topology, cpus, memory })
+}
+
+/// Gives the pods of `old` what they have in `new`, as far as it is there. Returns the pods that lose theirs.
+fn moved(old: &Pins, mut new: Pins) -> Result<(Pins, BTreeSet<String>), PinningError> {
+    let mut lost = BTreeSet::new();
+    lost.extend(cpus::restart::recover(&mut new.cpus, &old.cpus.file())?);
+    lost.extend(memory::restart::recover(&mut new.memory, &old.memory.file())?);
+    Ok((new, lost))
+}
+
+/// Describes the difference of two machines.
+fn change(before: &MachineTopology, now: &MachineTopology) -> String {
+    let cpus = |machine: &MachineTopology| machine.cpus.iter().map(|cpu| cpu.cpu).collect::<CpuSet>();
+    let (before, now) = (cpus(before), cpus(now));
+    let parts = [(before.difference(&now), "offline"), (now.difference(&before), "online")];
+    let parts = parts.iter().filter(|(cpus, _)| !cpus.is_empty());
+    let parts: Vec<String> = parts.map(|(cpus, state)| format!("CPUs {cpus} are {state}")).collect();
+    if parts.is_empty() { "the machine's NUMA nodes changed".to_owned() } else { parts.join(", ") }
+}
