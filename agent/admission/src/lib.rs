@@ -184,8 +184,9 @@ impl Admission {
         self.with(|ledger| ledger.book.enter(pod, false));
     }
 
-    /// Sets the running pods without a worker. Their room counts as taken, and they cannot be preempted. A pod
-    /// that lacks only the room of pods whose source is not listed yet waits, because they may be unwanted.
+    /// Sets the running pods without a worker. Their room counts as taken, and they cannot be preempted. A
+    /// pod that lacks only the room of pods whose source is not listed yet waits, because they may be
+    /// unwanted.
     pub fn hold(&self, held: &[Held]) {
         self.with(|ledger| ledger.book.hold(held));
     }

@@ -3,6 +3,8 @@ use serde_json::{Value, json};
 
 use super::*;
 
+mod held;
+
 const SECOND: Duration = Duration::from_secs(1);
 
 fn pod(name: &str, cpu: &str, spec: &Value) -> Arc<core::Pod> {
@@ -122,56 +124,6 @@ async fn a_pod_that_does_not_fit_is_refused_in_the_kubelets_words() {
     let words =
         "Pod was rejected: Node didn't have enough resource: pods, requested: 1, used: 10, capacity: 10";
     node.rejects(&plain("z", "0"), "OutOfpods", words).await;
-}
-
-fn held(pod: &Arc<core::Pod>, is_listed: bool) -> Held {
-    Held { pod: Arc::clone(pod), is_listed }
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_pod_waits_for_running_pods_whose_source_is_not_listed() {
-    let mut node = Node::new();
-    let old = plain("old", "3");
-    node.admission.hold(&[held(&old, false)]);
-    node.admits(&plain("small", "1")).await;
-    assert!(node.ask(&plain("large", "5")).await.unwrap().is_err(), "the node is too small");
-    let [first, second] = ["first", "second"].map(|name| plain(name, "2"));
-    let waiting = node.waits(&first);
-    settle().await;
-    assert!(!waiting.is_finished());
-    // The source still wants the old pod.
-    node.admission.adopt(&old);
-    assert_eq!(waiting.await.unwrap().unwrap_err().reason, "OutOfcpu");
-    // The source no longer wants the old pod.
-    node.released("old");
-    node.admission.hold(&[held(&old, false)]);
-    let waiting = node.waits(&second);
-    settle().await;
-    assert!(!waiting.is_finished());
-    node.admission.hold(&[]);
-    assert_eq!(waiting.await.unwrap(), Ok(()));
-    // The API server itself may be a critical pod.
-    node.admission.hold(&[held(&plain("other", "4"), false)]);
-    node.admits(&critical("server", "1")).await;
-    assert!(node.preempted().is_empty());
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_running_pod_without_a_definition_keeps_its_room_and_is_no_victim() {
-    let mut node = Node::new();
-    let old = plain("old", "3");
-    node.admission.hold(&[held(&old, false)]);
-    let waiting = node.waits(&plain("first", "2"));
-    settle().await;
-    node.admission.hold(&[held(&old, true)]);
-    assert_eq!(waiting.await.unwrap().unwrap_err().reason, "OutOfcpu");
-    assert!(node.ask(&critical("server", "2")).await.unwrap().is_err());
-    assert!(node.preempted().is_empty());
-    node.admission.hold(&[]);
-    node.admits(&plain("first", "2")).await;
-    // An admitted pod stays admitted.
-    node.admission.hold(&[held(&plain("first", "4"), true)]);
-    node.admits(&plain("second", "2")).await;
 }
 
 #[tokio::test(start_paused = true)]

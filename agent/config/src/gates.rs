@@ -1,10 +1,10 @@
 //! The kubelet's feature gates, by name. Must never decide by a gate: the settings of a subject do.
 //!
-//! Source: `test/compatibility_lifecycle/reference/versioned_feature_list.yaml` of Kubernetes 1.36.2, and the gates that
-//! 1.37 added. Of two versions the one with the looser rule counts, because a file is for both.
+//! Source: `test/compatibility_lifecycle/reference/versioned_feature_list.yaml` of Kubernetes 1.36.2, and the
+//! gates that 1.37 added. Of two versions the one with the looser rule counts, because a file is for both.
 
-/// Checks a gate as the kubelet does (`featuregate.SetFromMap`). Returns true if the value changes a default that can
-/// be changed.
+/// Checks a gate as the kubelet does (`featuregate.SetFromMap`). Returns true if the value changes a default
+/// that can be changed.
 ///
 /// # Errors
 /// The gate is unknown, or locked to the other value. The message is the kubelet's.

@@ -65,8 +65,8 @@ impl Pinning {
         })
     }
 
-    /// Returns the kubelet's label and message for a pod that can't be resized while it runs: the amounts of a
-    /// Guaranteed pod are pinned (KEP-5554 is not there yet).
+    /// Returns the kubelet's label and message for a pod that can't be resized while it runs: the amounts of
+    /// a Guaranteed pod are pinned (KEP-5554 is not there yet).
     #[must_use]
     pub fn refused_resize(&self, pod: &Pod) -> Option<(&'static str, &'static str)> {
         let desk = self.0.as_ref()?;

@@ -80,8 +80,8 @@ pub struct PodRecord {
     /// waits for room (the kubelet's allocated_pods_state).
     #[serde(default)]
     pub accepted: Option<Accepted>,
-    /// The pod as admission counts it, with the amounts in `accepted`: a running pod holds its room before its
-    /// source has been listed.
+    /// The pod as admission counts it, with the amounts in `accepted`: a running pod holds its room before
+    /// its source has been listed.
     #[serde(default)]
     pub outline: Option<Arc<core::Pod>>,
     /// Ephemeral containers that were added to a static pod.

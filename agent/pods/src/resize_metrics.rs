@@ -1,5 +1,5 @@
-//! The kubelet's metrics of in-place resizes: requests, refusals, and the time until the amounts are in force.
-//! The numbers of pending resizes come from the pod table.
+//! The kubelet's metrics of in-place resizes: requests, refusals, and the time until the amounts are in
+//! force. The numbers of pending resizes come from the pod table.
 
 use std::time::Duration;
 

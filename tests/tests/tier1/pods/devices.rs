@@ -454,9 +454,7 @@ async fn a_pod_that_waited_too_long_for_its_plugin_runs_when_the_plugin_register
         node.settings.plugin_wait = Some(Duration::from_secs(wait));
         node.start().await;
         until_socket(&node);
-        let refused = node.until_pod("web", "to be refused", failed).await;
-        let reason = refused.0.pod.status.as_ref().unwrap().reason.clone();
-        assert_eq!(reason.as_deref(), Some("UnexpectedAdmissionError"));
+        node.until_pod("web", "to be refused", failed).await;
         let _late = plugin(&node, &[]);
         node.until_ready("web").await;
     }
