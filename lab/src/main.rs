@@ -6,6 +6,7 @@
 
 mod bench;
 mod build_and_load;
+mod cluster;
 mod conformance;
 mod demo;
 mod vm;
@@ -25,6 +26,7 @@ struct Cli {
 enum Command {
     Bench(bench::Args),
     BuildAndLoad(build_and_load::Args),
+    Cluster(cluster::Args),
     Conformance(conformance::Args),
     Demo(demo::Args),
     Unload(build_and_load::UnloadArgs),
@@ -38,9 +40,14 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let mut arguments = std::env::args();
+    if cluster::is_systemctl(arguments.next().as_deref()) {
+        return cluster::unit::systemctl(&arguments.collect::<Vec<_>>());
+    }
     xtask::shell::finish(match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
         Command::BuildAndLoad(args) => build_and_load::run(&args),
+        Command::Cluster(args) => cluster::run(&args),
         Command::Conformance(args) => conformance::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Unload(args) => build_and_load::unload(&args),

@@ -14,6 +14,8 @@ pub(crate) enum Command {
     Bench(Arguments),
     /// Builds the kernel programs, loads them, attaches them to a cgroup and pins everything, for bpftool
     BuildAndLoad(Arguments),
+    /// Builds clusters of several nodes on this machine, with kubeadm and beelet
+    Cluster(Arguments),
     /// Runs Kubernetes' own tests against a node, and keeps the results
     Conformance(Arguments),
     /// Runs three pods on a private containerd, and shows what beelet reports about them
@@ -38,6 +40,7 @@ pub(crate) fn run(command: &Command) -> Result<()> {
     let (name, arguments) = match command {
         Command::Bench(arguments) => ("bench", arguments),
         Command::BuildAndLoad(arguments) => ("build-and-load", arguments),
+        Command::Cluster(arguments) => ("cluster", arguments),
         Command::Conformance(arguments) => ("conformance", arguments),
         Command::Demo(arguments) => ("demo", arguments),
         Command::Unload(arguments) => ("unload", arguments),

@@ -91,8 +91,9 @@ pub fn redis(name: &str) -> Result<ImageTar> {
     cached(name, &files, &config)
 }
 
-/// Returns the libraries that the dynamic loader would load for a program, including the loader.
-fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
+/// Returns the libraries that the dynamic loader would load for a program, including the loader; none for a
+/// static program.
+pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let words = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));

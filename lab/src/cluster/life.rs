@@ -1,0 +1,311 @@
+//! `cargo xtask cluster test`: the whole life of a cluster, each step checked and timed.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use beelet_tests::images::APP;
+use beelet_tests::workdir;
+use serde_json::{Value, json};
+
+use super::kubeadm::{self, get, kubectl, until_ready};
+use super::machine::Machine;
+use super::network;
+
+/// Maximum time of a step that waits for controllers.
+const PATIENCE: Duration = Duration::from_secs(420);
+/// Maximum time until a ready application is reachable.
+const REACHED: Duration = Duration::from_secs(60);
+/// Number of replicas of the application.
+const REPLICAS: usize = 20;
+/// Link to a node's client certificate in use.
+const CERTIFICATE: &str = "/var/lib/kubelet/pki/kubelet-client-current.pem";
+
+/// Row of the result.
+struct Row {
+    step: &'static str,
+    took: Duration,
+}
+
+/// The cluster under test.
+struct Life {
+    machines: Vec<Machine>,
+    rows: Vec<Row>,
+}
+
+/// Runs through the life of a new cluster of three nodes.
+pub(super) fn run(keep: bool) -> Result<()> {
+    workdir::heed_signals()?;
+    let began = Instant::now();
+    let mut life = Life { machines: Vec::new(), rows: Vec::new() };
+    let ended = live(&mut life);
+    println!("\n| step | seconds |\n| --- | --- |");
+    for row in &life.rows {
+        println!("| {} | {:.1} |", row.step, row.took.as_secs_f64());
+    }
+    println!("| total | {:.1} |", began.elapsed().as_secs_f64());
+    if keep {
+        return ended;
+    }
+    let removed = super::down();
+    ended.and(removed)
+}
+
+fn live(life: &mut Life) -> Result<()> {
+    life.machines = Machine::all();
+    if life.machines.is_empty() {
+        life.step("images, machines, init, join of two workers", |life| {
+            life.machines = super::up(2)?;
+            Ok(())
+        })?;
+    }
+    ensure!(life.machines.len() == 3, "the test needs a control plane and two workers");
+    let certificates = life.certificates()?;
+    life.step("20 replicas on two nodes, Service and NodePort from three", deploy)?;
+    life.step("rolling update of 20 replicas", update)?;
+    life.step("beelet drain on w1, uncordon", |life| drain(life, 1))?;
+    life.step("beelet drain on w2 with a PodDisruptionBudget of 17 of 20", drain_with_budget)?;
+    life.step("network of w2 cut: NotReady", lose)?;
+    life.step("network of w2 healed: Ready, no pod restarted", find)?;
+    life.step("kubeadm certs renew all", renew)?;
+    life.step("static pod of the scheduler changed", change_static_pod)?;
+    life.step("reboot of all machines at once", reboot)?;
+    life.step("client certificates of the workers rotated", |life| rotated(life, &certificates))?;
+    life.step("kubeadm upgrade apply --force", upgrade)?;
+    life.step("kubeadm reset of w2", reset)?;
+    life.step("kubeadm join of w2 again", rejoin)
+}
+
+impl Life {
+    /// Runs a step and records its duration.
+    fn step(&mut self, name: &'static str, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        eprintln!("== {name}");
+        let began = Instant::now();
+        work(self).with_context(|| format!("step {name:?}"))?;
+        let took = began.elapsed();
+        eprintln!("== {name}: {:.1} s", took.as_secs_f64());
+        self.rows.push(Row { step: name, took });
+        Ok(())
+    }
+
+    fn machine(&self, index: usize) -> Result<&Machine> {
+        self.machines.get(index).context("the machine does not exist")
+    }
+
+    fn first(&self) -> Result<&Machine> {
+        self.machine(0)
+    }
+
+    /// Applies objects.
+    fn apply(&self, objects: &[Value]) -> Result<()> {
+        let first = self.first()?;
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+        let file = first.file("apply.json", &list.to_string())?;
+        kubectl(first, &["apply", "-f", &file]).map(drop)
+    }
+
+    /// Waits until the whole deployment runs its newest template.
+    fn rolled_out(&self) -> Result<()> {
+        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        kubectl(self.first()?, &["rollout", "status", "deployment/web", &timeout]).map(drop)
+    }
+
+    /// Waits until every machine reaches the application by its Service and by a port of the node.
+    fn reachable(&self) -> Result<()> {
+        let first = self.first()?;
+        let service = get(first, &["service", "web"])?;
+        let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?.to_owned();
+        for machine in &self.machines {
+            for place in [format!("{address}/80"), format!("{}/30080", machine.address)] {
+                // A client that every machine with bash has.
+                let ask = format!(
+                    "exec 3<>/dev/tcp/{place}; printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3; grep -q 'hello from beelet' <&3"
+                );
+                let asked = || machine.run(&["timeout", "3", "bash", "-c", &ask]);
+                workdir::wait_for(&format!("{place} from {}", machine.name), REACHED, asked)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the application's pods.
+    fn pods(&self) -> Result<Vec<Value>> {
+        let pods = get(self.first()?, &["pods", "-l", "app=web"])?;
+        Ok(pods["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// Returns the certificate in use of each worker, which the cluster's signer issued for minutes. kubeadm
+    /// itself issues the one of the first node, for a year: it must lie where the node renews it.
+    fn certificates(&self) -> Result<Vec<String>> {
+        self.first()?.run(&["grep", "-q", CERTIFICATE, "/etc/kubernetes/kubelet.conf"])?;
+        let workers = self.machines.iter().skip(1);
+        workers.map(|machine| machine.run(&["readlink", "-f", CERTIFICATE])).collect()
+    }
+}
+
+fn deploy(life: &mut Life) -> Result<()> {
+    life.apply(&[deployment("1"), service()])?;
+    life.rolled_out()?;
+    let nodes: std::collections::BTreeSet<String> =
+        life.pods()?.iter().filter_map(|pod| pod["spec"]["nodeName"].as_str().map(str::to_owned)).collect();
+    ensure!(nodes.len() == 2, "the replicas are on {nodes:?}");
+    life.reachable()
+}
+
+fn update(life: &mut Life) -> Result<()> {
+    life.apply(&[deployment("2")])?;
+    life.rolled_out()?;
+    life.reachable()
+}
+
+fn drain(life: &mut Life, index: usize) -> Result<()> {
+    let worker = life.machine(index)?;
+    eprintln!("{}", worker.run(&["beelet", "drain", "--timeout=5m"])?);
+    let pods = life.pods()?;
+    let left = pods.iter().filter(|pod| pod["spec"]["nodeName"] == worker.name.as_str()).count();
+    ensure!(left == 0, "{left} replicas are still on the drained node");
+    life.rolled_out()?;
+    worker.run(&["beelet", "uncordon"]).map(drop)
+}
+
+fn drain_with_budget(life: &mut Life) -> Result<()> {
+    let budget = json!({
+        "apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": { "name": "web" },
+        "spec": { "minAvailable": 17, "selector": { "matchLabels": { "app": "web" } } },
+    });
+    life.apply(&[budget])?;
+    drain(life, 2)?;
+    kubectl(life.first()?, &["delete", "poddisruptionbudget", "web"])?;
+    // The replicas are on one node now: spread them again.
+    kubectl(life.first()?, &["rollout", "restart", "deployment/web"])?;
+    life.rolled_out()
+}
+
+fn lose(life: &mut Life) -> Result<()> {
+    let worker = life.machine(2)?;
+    network::cut(worker, true)?;
+    until_ready(life.first()?, std::slice::from_ref(worker), "Unknown")
+}
+
+fn find(life: &mut Life) -> Result<()> {
+    let worker = life.machine(2)?;
+    network::cut(worker, false)?;
+    until_ready(life.first()?, std::slice::from_ref(worker), "True")?;
+    life.rolled_out()?;
+    for pod in life.pods()? {
+        let restarts = pod["status"]["containerStatuses"][0]["restartCount"].as_u64();
+        ensure!(restarts == Some(0), "{} has restarted {restarts:?} times", pod["metadata"]["name"]);
+    }
+    life.reachable()
+}
+
+fn renew(life: &mut Life) -> Result<()> {
+    let first = life.first()?;
+    first.run(&["kubeadm", "certs", "renew", "all"])?;
+    first.run(&["kubeadm", "certs", "check-expiration"])?;
+    until_ready(first, &life.machines, "True")
+}
+
+fn change_static_pod(life: &mut Life) -> Result<()> {
+    let first = life.first()?;
+    let file = first.path("/etc/kubernetes/manifests/kube-scheduler.yaml");
+    let text = workdir::read(&file)?;
+    let flag = "    - --v=1\n";
+    let changed = text.replacen("    - kube-scheduler\n", &format!("    - kube-scheduler\n{flag}"), 1);
+    ensure!(changed != text, "the manifest of the scheduler has another form: {text}");
+    workdir::write(&file, changed)?;
+    let name = format!("kube-scheduler-{}", first.name);
+    let runs = || {
+        let pod = get(first, &["pod", "-n", "kube-system", &name]).map_err(|error| error.to_string())?;
+        let is_new = pod["spec"]["containers"][0]["command"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .any(|one| one == "--v=1");
+        let status = &pod["status"]["containerStatuses"][0];
+        if is_new && status["ready"] == true {
+            Ok(())
+        } else {
+            Err(format!("new {is_new}, {}", status["state"]))
+        }
+    };
+    workdir::wait_for("the mirror of the changed scheduler to run", PATIENCE, runs)
+}
+
+fn reboot(life: &mut Life) -> Result<()> {
+    super::reboot(&life.machines)?;
+    let first = life.first()?;
+    workdir::wait_for("the API server to answer", PATIENCE, || kubectl(first, &["get", "--raw", "/readyz"]))?;
+    // The routes of the network are in memory only.
+    kubeadm::connect(first, &life.machines)?;
+    until_ready(first, &life.machines, "True")?;
+    life.rolled_out()?;
+    life.reachable()
+}
+
+fn rotated(life: &mut Life, before: &[String]) -> Result<()> {
+    let all_new = || {
+        let now = life.certificates().map_err(|error| error.to_string())?;
+        let old = now.iter().zip(before).filter(|(now, before)| now == before).count();
+        if old == 0 { Ok(()) } else { Err(format!("{old} workers have their first certificate")) }
+    };
+    workdir::wait_for("new client certificates", Duration::from_secs(1200), all_new)?;
+    until_ready(life.first()?, &life.machines, "True")
+}
+
+fn upgrade(life: &mut Life) -> Result<()> {
+    let first = life.first()?;
+    let version = first.run(&["kubeadm", "version", "-o", "short"])?;
+    first.run(&["kubeadm", "upgrade", "apply", &version, "--force", "--yes", kubeadm::IGNORED])?;
+    until_ready(first, &life.machines, "True")?;
+    life.reachable()
+}
+
+fn rejoin(life: &mut Life) -> Result<()> {
+    let (first, worker) = (life.first()?, life.machine(2)?);
+    kubeadm::join(worker, first)?;
+    kubeadm::connect(first, &life.machines)?;
+    until_ready(first, &life.machines, "True")
+}
+
+fn reset(life: &mut Life) -> Result<()> {
+    let (first, worker) = (life.first()?, life.machine(2)?);
+    worker.run(&["kubeadm", "reset", "--force"])?;
+    kubectl(first, &["delete", "node", &worker.name])?;
+    let containers = worker.run(&["ctr", "--namespace", "k8s.io", "containers", "ls", "-q"])?;
+    if containers.is_empty() { Ok(()) } else { bail!("containers are left on {}: {containers}", worker.name) }
+}
+
+/// Returns the application: a web server of busybox, ready when it answers.
+fn deployment(version: &str) -> Value {
+    json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "web" },
+        "spec": {
+            "replicas": REPLICAS,
+            "selector": { "matchLabels": { "app": "web" } },
+            "template": {
+                "metadata": { "labels": { "app": "web" } },
+                "spec": {
+                    "terminationGracePeriodSeconds": 5,
+                    "containers": [{
+                        "name": "web", "image": APP, "imagePullPolicy": "IfNotPresent",
+                        "command": ["/bin/httpd", "-f", "-p", "8080", "-h", "/www"],
+                        "env": [{ "name": "VERSION", "value": version }],
+                        "ports": [{ "containerPort": 8080 }],
+                        "readinessProbe": { "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 2 },
+                        "resources": { "requests": { "cpu": "10m", "memory": "10Mi" } },
+                    }],
+                },
+            },
+        },
+    })
+}
+
+fn service() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web" },
+        "spec": {
+            "type": "NodePort", "selector": { "app": "web" },
+            "ports": [{ "port": 80, "targetPort": 8080, "nodePort": 30080 }],
+        },
+    })
+}
