@@ -267,8 +267,8 @@ fn pods_run_on_from_a_kubelet_to_beelet_and_back() {
 
     // The control programs take over the processes of the test.
     let running = scene.kubelet.take().unwrap();
-    let command_line = fs::read(format!("/proc/{}/cmdline", running.pid())).unwrap();
-    let words = command_line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    let line = fs::read(format!("/proc/{}/cmdline", running.pid())).unwrap();
+    let words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     let words = quoted(words.map(|word| String::from_utf8(word.to_vec()).unwrap()));
     let namespace = "mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"";
     let of_kubelet = format!("unshare --mount sh -c '{namespace}' sh {words}");
