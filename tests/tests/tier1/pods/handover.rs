@@ -128,7 +128,9 @@ fn node_after_kubelet(settings: Settings) -> (Node, watch::Sender<Arc<Desired>>)
     let (source, receiver) = watch::channel(desired(&[of_api()]));
     let mut node = Node::new(settings);
     node.sources.push(receiver);
-    node.cri.change(|world| drop(world.exec_codes.insert("unready".to_owned(), 1)));
+    node.cri.change(|world| {
+        world.exec_codes.insert("unready".to_owned(), 1);
+    });
     let pod = Kubelets { uid: UID, name: "api-n1", source: "api", age: 0 };
     pod.sandbox(&node.cri);
     pod.container(&node.cri, "init", 0, Some(0));
