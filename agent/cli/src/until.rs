@@ -161,7 +161,8 @@ pub(crate) async fn wait(
     let mut watch = client.pods.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
-    let (mut ticks, mut reported) = (interval_at(Instant::now() + REPORT_PERIOD, REPORT_PERIOD), BTreeSet::new());
+    let (mut ticks, mut reported) =
+        (interval_at(Instant::now() + REPORT_PERIOD, REPORT_PERIOD), BTreeSet::new());
     loop {
         let event = tokio::select! {
             event = watch.next() => event?,

@@ -574,7 +574,7 @@ fn cgroups(dir: &Path, has_cpusets: bool) -> Arc<Cgroups> {
         controllers: [name.to_owned()].into(),
     };
     let cpusets = has_cpusets.then(|| hierarchy("cpuset"));
-    for Hierarchy { mount, .. } in &cpusets {
+    if let Some(Hierarchy { mount, .. }) = &cpusets {
         std::fs::create_dir_all(mount).unwrap();
         std::fs::write(mount.join("cpuset.cpus"), "0-3").unwrap();
         std::fs::write(mount.join("cpuset.mems"), "0-1").unwrap();
