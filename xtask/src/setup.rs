@@ -26,6 +26,8 @@ pub enum Part {
     /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. KUBE_APISERVER names the API
     /// server
     Cluster,
+    /// `cargo xtask cluster`: what kubeadm and its machines need beside Kubernetes' own programs
+    Kubeadm,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
     /// `cargo xtask fuzz`: a C++ compiler, for libFuzzer
@@ -89,6 +91,16 @@ const TEST: &[Need] = &[
 
 const CLUSTER: &[Need] = &[need("etcd", "etcd-server")];
 
+const KUBEADM: &[Need] = &[
+    need("nsenter", "util-linux"),
+    need("ip", "iproute2"),
+    need("iptables", "iptables"),
+    // kubeadm's checks and kube-proxy use it.
+    need("conntrack", "conntrack"),
+    need("runc", "runc"),
+    need("/usr/lib/cni/bridge", "containernetworking-plugins"),
+];
+
 const FUZZ: &[Need] = &[need("c++", "g++")];
 
 const VM: &[Need] = &[
@@ -127,6 +139,7 @@ impl Part {
             Part::Demo => BUILD.iter().chain(DEMO).collect(),
             Part::Test => BUILD.iter().chain(DEMO).chain(TEST).collect(),
             Part::Cluster => CLUSTER.iter().collect(),
+            Part::Kubeadm => BUILD.iter().chain(KUBEADM).collect(),
             Part::Ebpf => BUILD.iter().collect(),
             Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),

@@ -80,8 +80,8 @@ pub struct Parts {
 /// The reason for which a probe asks something that may take a while to answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A check. A connection to an application whose listener the kernel knows is a canary: followed until the
-    /// application accepts it.
+    /// A check. A connection to an application whose listener the kernel knows is a canary: followed until
+    /// the application accepts it.
     Check,
     /// A check that the kernel was to answer and can't.
     Instead,

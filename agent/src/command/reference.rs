@@ -13,8 +13,8 @@ const HEAD: &str = "\
 
 This page is generated from the code (`BEELET_BLESS=1 cargo test -p beelet --lib cli_page`); a test fails if it is outdated.
 
-All commands except `run`, `observe`, `doctor`, `config`, `bpf`, `plan`, `completions` and `man` use the agent's socket, so only root on the
-node can run them. `--socket PATH` (`BEELET_SOCKET`) names another socket than `/run/beelet/beelet.sock`. `beelet COMMAND --help` and the manual pages
+All commands except `run`, `observe`, `doctor`, `config`, `version`, `cordon`, `uncordon`, `drain`, `bpf`, `plan`, `completions` and `man` use the
+agent's socket, so only root on the node can run them. `--socket PATH` (`BEELET_SOCKET`) names another socket than `/run/beelet/beelet.sock`. `beelet COMMAND --help` and the manual pages
 have the long texts; [pods](pods.md#commands) explains the commands for pods. Called as `kubelet`, the program takes the kubelet's flags
 ([cluster](cluster.md#in-the-kubelets-place)).
 ";

@@ -61,14 +61,14 @@ impl Turn<'_> {
             return Ok(());
         };
         eprintln!("{error:#}; putting {} back", old.name());
-        if let Err(failure) = self.put_back(old).await {
+        if let Err(failure) = self.restore(old).await {
             bail!("the hand-over failed ({error:#}), and {} is not back: {failure:#}", old.name());
         }
         bail!("the hand-over failed ({error:#}); {} runs again", old.name());
     }
 
     /// Stops the other agent, starts the `old` one, and waits until it drives the runtime.
-    async fn put_back(&self, old: Agent) -> Result<()> {
+    async fn restore(&self, old: Agent) -> Result<()> {
         let other = old.other();
         let stopped = self.stop(other).await;
         if self.is_present(other).await? {

@@ -56,8 +56,8 @@ impl Programs {
         missing.extend(of_machine.map(|name| (*name).to_owned()));
         if !missing.is_empty() {
             bail!(
-                "missing: {}. Kubernetes' programs are in its release archives (docs/cluster-kubeadm.md); the others come \
-                 with `apt-get install util-linux iproute2 iptables conntrack runc containernetworking-plugins`",
+                "missing: {}. Kubernetes' programs are in its release archives (docs/cluster-kubeadm.md); `cargo xtask \
+                 setup --for kubeadm` installs the others",
                 missing.join(", ")
             );
         }

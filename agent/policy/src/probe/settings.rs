@@ -17,8 +17,8 @@ use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
 /// Prefix of the annotation for one container; the container's name follows.
 pub(crate) const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
-/// Minimum timeout, and minimum period of a probe that the kernel answers: a check costs microseconds, but the
-/// readers of the results must keep up.
+/// Minimum timeout, and minimum period of a probe that the kernel answers: a check costs microseconds, but
+/// the readers of the results must keep up.
 pub const SHORTEST: Duration = Duration::from_millis(10);
 /// Minimum period of a probe that needs a process, a connection or a request per check, and minimum time
 /// between two canaries: the minimum of `periodSeconds`. An author of pods must not have the runtime start a
