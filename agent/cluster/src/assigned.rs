@@ -48,6 +48,8 @@ pub(crate) struct Assignment {
     pub(crate) pods: BTreeMap<PodName, Arc<core::Pod>>,
     /// UIDs of the pods that can't be read and were unknown before: their running containers are left alone.
     pub(crate) unreadable: BTreeSet<String>,
+    /// Statuses in the first list since the agent's start, by UID.
+    pub(crate) earlier_statuses: BTreeMap<String, Arc<core::PodStatus>>,
 }
 
 /// The assignment. None before the first list.
@@ -65,6 +67,7 @@ pub(crate) fn desired(wanted: &Wanted) -> Desired {
         Some(wanted) => Desired {
             pods: wanted.pods.clone(),
             unreadable_uids: wanted.unreadable.clone(),
+            earlier_statuses: wanted.earlier_statuses.clone(),
             ..Desired::default()
         },
         None => Desired { api_unread: true, ..Desired::default() },
@@ -91,6 +94,8 @@ pub(crate) struct Assigned {
     pods: OrdMap<PodName, Pod>,
     /// UIDs of this node's pods that can't be read and were unknown before.
     unreadable: BTreeSet<String>,
+    /// Statuses in the first list, by UID.
+    earlier_statuses: BTreeMap<String, Arc<core::PodStatus>>,
     out: watch::Sender<Pods>,
     /// Sent only if a pod to run changes: most events are echoes of this node's statuses.
     wanted: watch::Sender<Wanted>,
@@ -108,16 +113,19 @@ impl Assigned {
         events: Recorder,
         remembered: usize,
     ) -> Self {
-        let (pods, unreadable) = (OrdMap::new(), BTreeSet::new());
-        Self { node, pods, unreadable, out, wanted, events, remembered, doubtful: false }
+        let (pods, unreadable, earlier_statuses) = Default::default();
+        Self { node, pods, unreadable, earlier_statuses, out, wanted, events, remembered, doubtful: false }
     }
 
     fn publish(&self, is_other_wanted: bool) {
         self.out.send_replace(Some(self.pods.clone()));
         if is_other_wanted {
             let wanted = self.pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
-            let unreadable = self.unreadable.clone();
-            self.wanted.send_replace(Some(Arc::new(Assignment { pods: wanted.collect(), unreadable })));
+            self.wanted.send_replace(Some(Arc::new(Assignment {
+                pods: wanted.collect(),
+                unreadable: self.unreadable.clone(),
+                earlier_statuses: self.earlier_statuses.clone(),
+            })));
         }
     }
 
@@ -198,6 +206,9 @@ impl Sink for Assigned {
             return false;
         }
         self.unreadable = unreadable;
+        if self.out.borrow().is_none() {
+            self.earlier_statuses = listed.values().filter_map(|pod| status_of(&pod.object)).collect();
+        }
         info!(
             node = self.node,
             pods = listed.len(),
@@ -241,6 +252,11 @@ impl Sink for Assigned {
 /// Returns an object's UID, if present.
 fn uid_of(object: &Value) -> Option<&str> {
     object["metadata"]["uid"].as_str().filter(|uid| !uid.is_empty())
+}
+
+/// Returns a pod's UID and status, if the pod has both.
+fn status_of(pod: &core::Pod) -> Option<(String, Arc<core::PodStatus>)> {
+    Some((pod.metadata.uid.clone()?, Arc::new(pod.status.clone()?)))
 }
 
 /// Returns the pod to run: without server-side metadata and the agent's own annotations, marked as an API
@@ -356,6 +372,22 @@ mod tests {
         assert!(wanted.has_changed().unwrap());
         let pod = desired(&wanted.borrow()).pods.into_values().next().unwrap();
         assert!(has_ended(pod.status.as_ref()));
+    }
+
+    #[test]
+    fn the_statuses_of_the_first_list_are_kept_and_no_later_ones() {
+        let (mut assigned, _, wanted) = assigned();
+        let phase = |wanted: &watch::Receiver<Wanted>| {
+            let statuses = desired(&wanted.borrow()).earlier_statuses;
+            statuses.into_iter().map(|(uid, status)| (uid, status.phase.clone())).collect::<Vec<_>>()
+        };
+        let expected = [("u1".to_owned(), Some("Running".to_owned()))];
+        assigned.listed(vec![pod("a", "u1")]);
+        assert_eq!(phase(&wanted), expected);
+        let mut changed = pod("a", "u1");
+        changed["status"]["phase"] = json!("Pending");
+        assigned.listed(vec![changed, pod("b", "u2")]);
+        assert_eq!(phase(&wanted), expected);
     }
 
     #[test]

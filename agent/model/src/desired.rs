@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_policy::node::fit::NodeView;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
 
 use crate::labels;
 use crate::objects::Objects;
@@ -44,6 +44,9 @@ pub struct Desired {
     pub put_back: BTreeMap<String, u64>,
     /// Files of priority classes, by name.
     pub class_files: BTreeMap<String, PathBuf>,
+    /// Statuses in the first list of the API server since the agent's start, by UID: an earlier agent wrote
+    /// them.
+    pub earlier_statuses: BTreeMap<String, Arc<PodStatus>>,
 }
 
 impl PartialEq for Desired {
@@ -61,6 +64,7 @@ impl PartialEq for Desired {
             objects,
             put_back,
             class_files,
+            earlier_statuses,
         } = self;
         let mut in_both = pods.iter().zip(&other.pods);
         pods.len() == other.pods.len()
@@ -76,6 +80,7 @@ impl PartialEq for Desired {
             && Objects::are_same(objects, &other.objects)
             && *put_back == other.put_back
             && *class_files == other.class_files
+            && *earlier_statuses == other.earlier_statuses
     }
 }
 
@@ -97,6 +102,7 @@ impl Desired {
             all.api_unread |= one.api_unread;
             all.without_folder |= one.without_folder;
             all.node = all.node.or_else(|| one.node.clone());
+            all.earlier_statuses.extend(one.earlier_statuses.clone());
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
             }
@@ -219,6 +225,7 @@ mod tests {
                 other.put_back.insert("u".to_owned(), 1);
             }),
             with(|other| drop(other.class_files.insert("high".to_owned(), PathBuf::from("/m/c")))),
+            with(|other| drop(other.earlier_statuses.insert("u".to_owned(), Arc::default()))),
         ];
         for (n, other) in others.iter().enumerate() {
             assert_ne!(one, *other, "{n}");

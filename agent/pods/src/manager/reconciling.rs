@@ -177,8 +177,11 @@ impl Manager {
         let is_static = !Origin::of(&pod).is_api();
         kept.leaving = (terminate && is_static).then(|| kept.leaving.unwrap_or_default());
         let in_runtime = self.runtime.as_ref().and_then(|runtime| runtime.get(&uid));
-        if is_new_here && in_runtime.is_some_and(|seen| seen.adopted.is_some()) {
-            resuming::adopt_status(&mut kept, &pod);
+        if is_new_here
+            && in_runtime.is_some_and(|seen| seen.adopted.is_some())
+            && let Some(status) = self.desired.borrow().earlier_statuses.get(&uid)
+        {
+            resuming::adopt_status(&mut kept, &pod, status);
         }
         let left = self.left.remove(&uid);
         let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));

@@ -65,8 +65,7 @@ pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, 
 
 /// Adopts what a kubelet has written about an adopted pod to the API server: its status, and the results
 /// of its probes, so that a container that was ready stays ready.
-pub(super) fn adopt_status(kept: &mut PodRecord, pod: &core::Pod) {
-    let Some(status) = &pod.status else { return };
+pub(super) fn adopt_status(kept: &mut PodRecord, pod: &core::Pod, status: &Arc<core::PodStatus>) {
     let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
     let known = all.filter(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()));
     let facts = known.filter_map(|status| {
@@ -76,7 +75,7 @@ pub(super) fn adopt_status(kept: &mut PodRecord, pod: &core::Pod) {
         Some((runtime_id(status)?.to_owned(), ProbeFacts { ready, started }))
     });
     kept.probes = facts.collect();
-    kept.status = Some(Arc::new(status.clone()));
+    kept.status = Some(Arc::clone(status));
 }
 
 /// Returns the network of a pod's sandbox from an earlier agent's record, or None if it is unknown.
@@ -152,7 +151,7 @@ mod tests {
         }))
         .unwrap();
         let mut kept = PodRecord::new(crate::manager::keeping::runtime_pod(&pod));
-        adopt_status(&mut kept, &pod);
+        adopt_status(&mut kept, &pod, &Arc::new(pod.status.clone().unwrap()));
         let facts = |ready, started| ProbeFacts { ready, started };
         let expected =
             [("1", facts(Some(true), Some(true))), ("2", facts(Some(false), None)), ("3", facts(None, None))];

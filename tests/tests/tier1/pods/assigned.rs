@@ -1,6 +1,7 @@
 //! Tests of pods that an API server assigns to the node: identified by their UID, changed while they run,
 //! deleted in two steps.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,8 +38,10 @@ pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
     let mut objects = Objects::default();
     // The API server has listed no services; without this list its pods wait.
     objects.services = Some(Services::new(Vec::new()));
-    let (pods, objects) = (pods.iter().map(read).collect(), Arc::new(objects));
-    Arc::new(Desired { pods, objects, ..Desired::default() })
+    let pods: BTreeMap<PodName, Arc<Pod>> = pods.iter().map(read).collect();
+    let status = |pod: &Arc<Pod>| Some((pod.metadata.uid.clone()?, Arc::new(pod.status.clone()?)));
+    let earlier_statuses = pods.values().filter_map(status).collect();
+    Arc::new(Desired { pods, objects: Arc::new(objects), earlier_statuses, ..Desired::default() })
 }
 
 fn unread() -> Arc<Desired> {
