@@ -275,7 +275,7 @@ fn keep_node(
 /// Measures the machine's faults if the Node gets conditions for node repair. Notifies `changes` of each
 /// change.
 fn watch_faults(builder: Builder, config: &Config, changes: watch::Sender<()>) -> (Builder, Repair) {
-    let (faults_out, faults) = watch::channel(Vec::new());
+    let (faults_out, faults) = watch::channel(None);
     let conventions = config.beelet.node_conditions.clone();
     let repair = Repair { conventions, faults: faults.clone() };
     if repair.conventions.is_empty() {

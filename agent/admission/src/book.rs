@@ -14,6 +14,10 @@ use tokio::time::Instant;
 
 use super::{Held, patience};
 
+/// Time for which a new pod waits for the list of running pods' source: without its API server a node must not
+/// keep its static pods waiting for ever.
+const LISTING: Duration = Duration::from_secs(60);
+
 /// Pod that has room.
 #[derive(Debug)]
 pub(super) struct Tenant {
@@ -31,8 +35,8 @@ pub(super) enum Standing {
     /// The pod terminates, and is overdue after this time.
     Leaves(Instant),
     /// The pod runs, and its source has not been listed since the agent's start: the pod may prove to be
-    /// unwanted.
-    Unlisted,
+    /// unwanted. After this time other pods no longer wait for the list.
+    Unlisted(Instant),
     /// The pod runs, and its definition cannot be read.
     LeftAlone,
 }
@@ -87,13 +91,14 @@ impl Tenant {
 
     /// Returns true if the pod has no worker.
     fn is_held(&self) -> bool {
-        matches!(self.standing, Standing::Unlisted | Standing::LeftAlone)
+        matches!(self.standing, Standing::Unlisted(_) | Standing::LeftAlone)
     }
 
-    fn leaves_by(&self) -> Option<Instant> {
+    /// Returns the time at which the pod counts otherwise.
+    fn changes_at(&self) -> Option<Instant> {
         match self.standing {
-            Standing::Leaves(by) => Some(by),
-            _ => None,
+            Standing::Leaves(by) | Standing::Unlisted(by) => Some(by),
+            Standing::Admitted | Standing::LeftAlone => None,
         }
     }
 }
@@ -121,15 +126,19 @@ impl Book {
     }
 
     /// Replaces the pods that hold room without being managed. Ignores admitted and terminating pods.
-    pub(super) fn hold(&mut self, held: &[Held]) {
+    pub(super) fn hold(&mut self, held: &[Held], now: Instant) {
         let uids: BTreeSet<String> = held.iter().map(|held| uid_of(&held.pod)).collect();
         let before = self.tenants.len();
         self.tenants.retain(|uid, tenant| !tenant.is_held() || uids.contains(uid));
         let mut changed = self.tenants.len() < before;
         for Held { pod, is_listed } in held {
             let known = self.tenants.get(&uid_of(pod)).map(|tenant| tenant.standing);
-            let standing = if *is_listed { Standing::LeftAlone } else { Standing::Unlisted };
-            if matches!(known, None | Some(Standing::Unlisted | Standing::LeftAlone)) {
+            let standing = match known {
+                _ if *is_listed => Standing::LeftAlone,
+                Some(Standing::Unlisted(until)) => Standing::Unlisted(until),
+                _ => Standing::Unlisted(now.after(LISTING)),
+            };
+            if matches!(known, None | Some(Standing::Unlisted(_) | Standing::LeftAlone)) {
                 changed |= known.is_some_and(|known| known != standing);
                 let tenant = Tenant { pod: Arc::clone(pod), standing, is_new: false };
                 self.tenants.insert(uid_of(pod), tenant);
@@ -180,7 +189,7 @@ impl Book {
 
     /// Returns the next time at which a terminating pod becomes overdue or a reservation expires.
     pub(super) fn next_change(&self, now: Instant) -> Option<Instant> {
-        let leave = self.tenants.values().filter_map(Tenant::leaves_by).filter(|by| *by > now);
+        let leave = self.tenants.values().filter_map(Tenant::changes_at).filter(|by| *by > now);
         leave.chain(self.next_expiry()).min()
     }
 
@@ -200,10 +209,10 @@ impl Book {
                 }
                 // A critical pod would preempt most pods, and the API server itself may be such a pod: it
                 // must not wait for a list that only the API server can provide.
-                (Standing::Unlisted, Leaving::All) => !is_critical(pod),
+                (Standing::Unlisted(until), Leaving::All) => until > now && !is_critical(pod),
                 (Standing::Leaves(_), Leaving::All) | (Standing::LeftAlone, _) => true,
                 (Standing::Leaves(by), Leaving::Overdue) => by <= now,
-                (Standing::Unlisted | Standing::Leaves(_), _) => false,
+                (Standing::Unlisted(_) | Standing::Leaves(_), _) => false,
             };
             if counts {
                 present.push(unmovable(&tenant.pod));

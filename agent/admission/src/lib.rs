@@ -185,10 +185,10 @@ impl Admission {
     }
 
     /// Sets the running pods without a worker. Their room counts as taken, and they cannot be preempted. A
-    /// pod that lacks only the room of pods whose source is not listed yet waits, because they may be
-    /// unwanted.
+    /// pod that lacks only the room of pods whose source is not listed yet waits up to a minute, because they
+    /// may be unwanted.
     pub fn hold(&self, held: &[Held]) {
-        self.with(|ledger| ledger.book.hold(held));
+        self.with(|ledger| ledger.book.hold(held, Instant::now()));
     }
 
     /// Subscribes to changes after which a waiting pod may fit: a pod is terminating, has terminated or

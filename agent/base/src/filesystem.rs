@@ -2,7 +2,15 @@
 //! figure is up to 10 s old, and only the file system shows the bytes that a removal freed (layers are
 //! shared).
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use beelet_proto::cri;
 use beelet_units::fs_usage::FsUsage;
@@ -15,7 +23,21 @@ const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Measures the file system of a path.
 #[derive(Clone)]
-pub struct Space(Arc<Measure>);
+pub struct Space {
+    measure: Arc<Measure>,
+    hanging: Arc<Hanging>,
+}
+
+/// Paths whose last measurement has not returned in time, and has not returned since: a second one would cost
+/// another thread.
+#[derive(Default)]
+struct Hanging(Mutex<BTreeSet<PathBuf>>);
+
+impl Hanging {
+    fn paths(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 type Measure = dyn Fn(&Path) -> Result<Statvfs, Error> + Send + Sync;
 
@@ -41,19 +63,38 @@ impl Space {
 
     /// Measures with a function that may block, for tests.
     pub fn by(measure: impl Fn(&Path) -> Result<Statvfs, Error> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(measure))
+        Self { measure: Arc::new(measure), hanging: Arc::default() }
     }
 
     /// Measures the file system of `path`.
     ///
     /// # Errors
-    /// The call fails, or times out.
+    /// The call fails or times out, or an earlier call still hangs.
     pub async fn measure(&self, path: &Path) -> Result<Statvfs, Error> {
-        let (measure, owned) = (Arc::clone(&self.0), path.to_owned());
-        let measured = blocking("measuring a file system", move || measure(&owned));
-        tokio::time::timeout(DEADLINE, measured)
-            .await
-            .unwrap_or_else(|_| Err(Error::Hangs { path: path.to_owned(), after: DEADLINE }))
+        let hangs = || Error::Hangs { path: path.to_owned(), after: DEADLINE };
+        if self.hanging.paths().contains(path) {
+            return Err(hangs());
+        }
+        let (measure, hanging, owned) =
+            (Arc::clone(&self.measure), Arc::clone(&self.hanging), path.to_owned());
+        let returned = Arc::new(AtomicBool::new(false));
+        let has_returned = Arc::clone(&returned);
+        let measured = blocking("measuring a file system", move || {
+            let result = measure(&owned);
+            let mut paths = hanging.paths();
+            has_returned.store(true, Ordering::Relaxed);
+            paths.remove(&owned);
+            result
+        });
+        if let Ok(result) = tokio::time::timeout(DEADLINE, measured).await {
+            return result;
+        }
+        let mut paths = self.hanging.paths();
+        // The lock orders this with the end of the measurement.
+        if !returned.load(Ordering::Relaxed) {
+            paths.insert(path.to_owned());
+        }
+        Err(hangs())
     }
 
     /// Measures the file system of `path`, blocking.
@@ -61,7 +102,7 @@ impl Space {
     /// # Errors
     /// The call fails.
     pub fn measure_now(&self, path: &Path) -> Result<Statvfs, Error> {
-        (self.0)(path)
+        (self.measure)(path)
     }
 }
 
@@ -100,4 +141,33 @@ pub fn container_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
 fn mountpoint(list: &[cri::FilesystemUsage]) -> Option<&str> {
     let path = &list.first()?.fs_id.as_ref()?.mountpoint;
     Some(path.as_str()).filter(|path| !path.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_file_system_that_hangs_costs_one_thread_until_it_answers() {
+        let (go_on, wait) = mpsc::channel::<()>();
+        let wait = Mutex::new(wait);
+        let calls = Arc::new(Mutex::new(0));
+        let counted = Arc::clone(&calls);
+        let space = Space::by(move |_| {
+            *counted.lock().unwrap() += 1;
+            let _ = wait.lock().unwrap().recv(); // returns at once when the sender is dropped
+            statvfs(Path::new("/"))
+        });
+        for _ in 0..3 {
+            assert!(matches!(space.measure(Path::new("/nfs")).await, Err(Error::Hangs { .. })));
+        }
+        assert_eq!(*calls.lock().unwrap(), 1);
+        drop(go_on);
+        while space.hanging.paths().contains(Path::new("/nfs")) {
+            tokio::task::yield_now().await;
+        }
+        space.measure(Path::new("/nfs")).await.unwrap();
+    }
 }

@@ -50,6 +50,14 @@ pub(crate) fn hangs(tid: u32) -> bool {
     after.is_some_and(|rest| rest.starts_with(b") D"))
 }
 
+/// Returns true if the kernel has had an oops or BUG since boot, by the number in `tainted`
+/// (`TAINT_DIE`, Documentation/admin-guide/tainted-kernels.rst).
+pub(crate) fn has_oopsed(tainted: &Path) -> bool {
+    const DIE: u64 = 1 << 7;
+    let number = std::fs::read_to_string(tainted).ok().and_then(|text| text.trim().parse::<u64>().ok());
+    number.is_some_and(|taints| taints & DIE != 0)
+}
+
 /// Returns the time since boot by the clock of the log's records.
 pub(crate) fn since_boot() -> Duration {
     let now = clock_gettime(ClockId::Monotonic);
@@ -71,6 +79,19 @@ mod tests {
         reader.read(|record| seen.push(record.to_owned()));
         assert_eq!(seen, ["6,1,1,-;a", " SUBSYSTEM=x", "6,2,2,-;\u{fffd}"]);
         assert!(Reader::open(&dir.path().join("none")).is_err());
+    }
+
+    #[test]
+    fn only_the_kernels_mark_of_an_oops_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tainted");
+        for (text, expected) in
+            [("128\n", true), ("4224", true), ("4096\n", false), ("x", false), ("", false)]
+        {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(has_oopsed(&path), expected, "{text:?}");
+        }
+        assert!(!has_oopsed(&dir.path().join("none")));
     }
 
     #[test]

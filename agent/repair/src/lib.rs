@@ -33,8 +33,10 @@ use kernel_log::Reader;
 
 /// Path of the kernel's log.
 pub const KERNEL_LOG: &str = "/dev/kmsg";
-/// Interval of looks.
-const LOOK: Duration = Duration::from_secs(5);
+/// Path of the kernel's own marks of faults since boot.
+pub const TAINTED: &str = "/proc/sys/kernel/tainted";
+/// Interval of measurements.
+const PERIOD: Duration = Duration::from_secs(5);
 
 /// Inputs of [`keep`].
 pub struct Inputs {
@@ -46,8 +48,10 @@ pub struct Inputs {
     pub folders: Vec<PathBuf>,
     /// The kernel's log, usually [`KERNEL_LOG`].
     pub kernel_log: PathBuf,
-    /// Publishes the faults.
-    pub faults: watch::Sender<Vec<Fault>>,
+    /// The kernel's own marks of faults, usually [`TAINTED`].
+    pub tainted: PathBuf,
+    /// Publishes the faults; None before the first measurement.
+    pub faults: watch::Sender<Option<Vec<Fault>>>,
 }
 
 impl std::fmt::Debug for Inputs {
@@ -59,24 +63,25 @@ impl std::fmt::Debug for Inputs {
 /// Measures and publishes the faults until `stop`.
 pub fn keep(inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
-        let mut ticks = interval(LOOK);
+        let mut ticks = interval(PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut kernel = Kernel::open(inputs.kernel_log.clone()).await;
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            let (read, now) = kernel.read_on().await;
+            let (read, now, has_oopsed) = kernel.read_on(inputs.tainted.clone()).await;
             kernel = read;
             let disks = measure(&inputs.space, &inputs.folders).await;
             let mut faults: Vec<Fault> = runtime((inputs.silence)()).into_iter().collect();
             faults.extend(disks.iter().filter_map(|one| disk(one, &kernel.log)));
-            faults.extend(kernel.log.faults(now));
+            faults.extend(kernel.log.faults(now, has_oopsed));
             publish(&inputs.faults, faults);
         }
     })
 }
 
 /// Publishes the faults if they changed, and logs the new and the ended ones.
-fn publish(known: &watch::Sender<Vec<Fault>>, faults: Vec<Fault>) {
-    known.send_if_modified(|known| {
+fn publish(known: &watch::Sender<Option<Vec<Fault>>>, faults: Vec<Fault>) {
+    known.send_if_modified(|published| {
+        let known = published.as_deref().unwrap_or_default();
         let has = |all: &[Fault], one: &Fault| all.iter().any(|fault| fault.reason == one.reason);
         faults.iter().filter(|fault| !has(known, fault)).for_each(|fault| {
             warn!(reason = ?fault.reason, "fault of the machine: {}", fault.message);
@@ -84,8 +89,8 @@ fn publish(known: &watch::Sender<Vec<Fault>>, faults: Vec<Fault>) {
         known.iter().filter(|fault| !has(&faults, fault)).for_each(|fault| {
             info!(reason = ?fault.reason, "fault of the machine has ended");
         });
-        let differ = *known != faults;
-        *known = faults;
+        let differ = published.as_ref() != Some(&faults);
+        *published = Some(faults);
         differ
     });
 }
@@ -105,15 +110,16 @@ impl Kernel {
         Self { reader: opened.inspect_err(failed).ok(), log: KernelLog::default() }
     }
 
-    /// Reads the new records, and checks the hung tasks. Returns the time since boot, too.
-    async fn read_on(self) -> (Self, Duration) {
+    /// Reads the new records, and checks the hung tasks. Returns the time since boot, too, and true if the
+    /// kernel has had an oops.
+    async fn read_on(self, tainted: PathBuf) -> (Self, Duration, bool) {
         blocking("reading the kernel's log", move || {
             let Self { mut reader, mut log } = self;
             if let Some(reader) = &mut reader {
                 reader.read(|record| log.add(record));
             }
             log.retain_hung(kernel_log::hangs);
-            (Self { reader, log }, kernel_log::since_boot())
+            (Self { reader, log }, kernel_log::since_boot(), kernel_log::has_oopsed(&tainted))
         })
         .await
     }
@@ -173,7 +179,9 @@ mod tests {
         fs::write(&log, "6,1,1,-;booted\n").unwrap();
         let silence = Arc::new(Mutex::new(Duration::ZERO));
         let read_only = Arc::new(Mutex::new(false));
-        let (out, mut faults) = watch::channel(Vec::new());
+        let tainted = dir.path().join("tainted");
+        fs::write(&tainted, "128\n").unwrap();
+        let (out, mut faults) = watch::channel(None);
         let (asked, ro) = (Arc::clone(&silence), Arc::clone(&read_only));
         let inputs = Inputs {
             silence: Arc::new(move || *asked.lock().unwrap()),
@@ -186,12 +194,16 @@ mod tests {
             }),
             folders: vec![dir.path().to_owned(), dir.path().join("missing")],
             kernel_log: log.clone(),
+            tainted,
             faults: out,
         };
         let stop = CancellationToken::new();
         let keeping = tokio::spawn(keep(inputs, stop.clone()));
-        let reasons = |faults: &Vec<Fault>| faults.iter().map(|fault| fault.reason).collect::<Vec<_>>();
-        assert_eq!(*faults.borrow(), []);
+        let reasons = |faults: &Option<Vec<Fault>>| {
+            faults.iter().flatten().map(|fault| fault.reason).collect::<Vec<_>>()
+        };
+        faults.wait_for(Option::is_some).await.unwrap();
+        assert_eq!(reasons(&faults.borrow()), []);
         *silence.lock().unwrap() = Duration::from_secs(20);
         faults.wait_for(|faults| reasons(faults) == [Reason::ContainerRuntimeNotAnswering]).await.unwrap();
         *silence.lock().unwrap() = Duration::ZERO;

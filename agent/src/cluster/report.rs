@@ -39,14 +39,15 @@ pub(super) struct RuntimeFacts {
 pub(super) struct Repair {
     /// Conventions of the conditions; none: no conditions.
     pub(super) conventions: Vec<Convention>,
-    /// Measured faults, without those of the network.
-    pub(super) faults: watch::Receiver<Vec<Fault>>,
+    /// Measured faults, without those of the network; None before the first measurement.
+    pub(super) faults: watch::Receiver<Option<Vec<Fault>>>,
 }
 
 impl Repair {
-    /// Returns the conditions for the measured faults and for the state of the network.
+    /// Returns the conditions for the measured faults and for the state of the network. Before the first
+    /// measurement there are none: a start of the agent must not end a fault of the Node for a moment.
     fn conditions(&self, network: Option<&str>, has_address: bool) -> Vec<core::NodeCondition> {
-        let mut faults = self.faults.borrow().clone();
+        let Some(mut faults) = self.faults.borrow().clone() else { return Vec::new() };
         faults.extend(repair::network(network, has_address));
         let all = self.conventions.iter().flat_map(|one| repair::conditions(*one, &faults));
         all.map(|condition| core::NodeCondition {

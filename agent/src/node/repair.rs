@@ -3,13 +3,13 @@
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
 use beelet_policy::node::repair::Fault;
-use beelet_repair::{Inputs, KERNEL_LOG};
+use beelet_repair::{Inputs, KERNEL_LOG, TAINTED};
 use tokio::sync::watch;
 
 use super::Services;
 
 /// Returns the inputs for this node, whose faults go to `faults`.
-pub(crate) fn inputs(services: &Services, faults: watch::Sender<Vec<Fault>>) -> Inputs {
+pub(crate) fn inputs(services: &Services, faults: watch::Sender<Option<Vec<Fault>>>) -> Inputs {
     let config = &services.config;
     let own =
         [&config.beelet.kubelet_dir, &config.beelet.state_dir, &config.beelet.pods_dir, &config.pod_logs_dir];
@@ -20,6 +20,7 @@ pub(crate) fn inputs(services: &Services, faults: watch::Sender<Vec<Fault>>) -> 
         space: services.doors.space.clone(),
         folders: folders.into_iter().collect(),
         kernel_log: KERNEL_LOG.into(),
+        tainted: TAINTED.into(),
         faults,
     }
 }

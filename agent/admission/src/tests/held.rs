@@ -51,3 +51,17 @@ async fn a_running_pod_without_a_definition_keeps_its_room_and_is_no_victim() {
     node.admission.hold(&[held(&plain("first", "4"), true)]);
     node.admits(&plain("second", "2")).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_waits_a_minute_for_the_list_of_a_source_and_no_longer() {
+    let node = Node::new();
+    node.admission.hold(&[held(&plain("old", "3"), false)]);
+    let waiting = node.waits(&plain("static", "2"));
+    settle().await;
+    assert!(!waiting.is_finished());
+    // A later list of the runtime does not begin the minute again.
+    tokio::time::advance(std::time::Duration::from_secs(50)).await;
+    node.admission.hold(&[held(&plain("old", "3"), false)]);
+    tokio::time::advance(std::time::Duration::from_secs(11)).await;
+    assert_eq!(waiting.await.unwrap(), Ok(()));
+}

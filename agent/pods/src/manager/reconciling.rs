@@ -56,7 +56,6 @@ impl Manager {
         }
         // Running pods reserve their resources before any new pod requests some.
         wanted.iter().for_each(|(uid, pod)| adopt(&self.pods, &self.present, uid, pod));
-        self.pods.deps.admission.hold(&self.held(&wanted, &in_runtime, &desired));
         for (uid, orphan) in in_runtime.iter() {
             // A manifest may set the UID, and keep it when other fields change.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
@@ -82,6 +81,8 @@ impl Manager {
             }
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
+        // After the orphans: their room must not be free for a moment before they hold it as terminating.
+        self.pods.deps.admission.hold(&self.held(&wanted, &in_runtime, &desired));
         self.spawn_missing(wanted, &in_runtime);
         deleting::publish_successors(&mut self.pods, &desired);
         // Resizes come after running pods have reserved their resources, and before new pods request some.

@@ -216,12 +216,14 @@ impl KernelLog {
         self.hung.retain(|tid, _| hangs(*tid));
     }
 
-    /// Returns the kernel's faults at this time since boot.
+    /// Returns the kernel's faults at this time since boot. The name of a program is part of some records and
+    /// can look like an oops, so that an oops counts only if the kernel `has_oopsed` by its own mark
+    /// (`TAINT_DIE`, Documentation/admin-guide/tainted-kernels.rst).
     #[must_use]
-    pub fn faults(&self, now: Duration) -> Vec<Fault> {
+    pub fn faults(&self, now: Duration, has_oopsed: bool) -> Vec<Fault> {
         let fault = |reason, line: &String| Fault { reason, message: format!("kernel: {line}") };
         let lockup = self.lockup.as_ref().filter(|(at, _)| now.saturating_sub(*at) < LOCKUP);
-        let oops = self.oops.iter().map(|line| fault(Reason::KernelOops, line));
+        let oops = self.oops.iter().filter(|_| has_oopsed).map(|line| fault(Reason::KernelOops, line));
         let lockup = lockup.map(|(_, line)| fault(Reason::CpuLockup, line));
         let hung = self.hung.values().next().map(|line| fault(Reason::TaskHung, line));
         oops.chain(lockup).chain(hung).collect()
@@ -375,7 +377,7 @@ mod tests {
     }
 
     fn reasons(log: &KernelLog, now: u32) -> Vec<Reason> {
-        log.faults(SECOND * now).into_iter().map(|fault| fault.reason).collect()
+        log.faults(SECOND * now, true).into_iter().map(|fault| fault.reason).collect()
     }
 
     #[test]
@@ -417,6 +419,12 @@ mod tests {
             log.add(record);
         }
         assert_eq!(log, KernelLog::default());
+    }
+
+    #[test]
+    fn a_programs_name_in_a_record_of_the_kernel_is_no_oops() {
+        let log = log(&["a[#1][77]: segfault at 0 ip 0000000000000000 sp 00007ffd error 14"]);
+        assert_eq!(log.faults(SECOND * 101, false), []);
     }
 
     #[test]
