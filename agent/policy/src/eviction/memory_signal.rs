@@ -88,21 +88,16 @@ struct Last {
 impl NeededCache {
     /// Records a reading, and returns the available bytes.
     ///
-    /// Without earlier readings, without the counter, and after a counter that went back, all active pages
-    /// count as needed: the result is then the kubelet's.
+    /// At the first reading no page counts as needed: otherwise each start of the agent would evict pods of a
+    /// node full of idle cache. A node that needs its cache shows refaults by the next reading. A counter
+    /// that went back is of another boot, and adds nothing. Without the counter the result is the kubelet's.
     pub fn available(&mut self, now: Moment, reading: &MemoryReading) -> u64 {
         let cache = &reading.cache;
-        let Some(refaulted) = cache.refaulted else {
-            self.last = None;
-            return reading.available;
-        };
-        let needed = match self.last {
-            Some(last) if refaulted >= last.refaulted => {
-                let kept = halved(last.needed, now.since(last.at));
-                kept.saturating_add(refaulted.saturating_sub(last.refaulted)).min(cache.active)
-            }
-            _ => cache.active,
-        };
+        let Some(refaulted) = cache.refaulted else { return reading.available };
+        let needed = self.last.map_or(0, |last| {
+            let kept = halved(last.needed, now.since(last.at));
+            kept.saturating_add(refaulted.saturating_sub(last.refaulted)).min(cache.active)
+        });
         self.last = Some(Last { at: now, refaulted, needed });
         let wanted = reading.available.saturating_add(cache.clean().saturating_sub(needed));
         let most = reading.kernels_estimate.unwrap_or(u64::MAX).max(reading.available);
@@ -140,18 +135,31 @@ mod tests {
             let seen = needed.available(at(seconds), &reading(GIB, 8 * GIB, refaulted));
             assert_eq!(seen, expected, "after {seconds} s");
         };
-        // A single reading proves nothing.
-        check(0, 5 * GIB, GIB);
-        check(30, 5 * GIB, 5 * GIB);
-        check(60, 5 * GIB, 7 * GIB);
-        // The kernel dropped a GiB that was in use: 2 GiB are half forgotten, one is new.
-        check(90, 6 * GIB, 7 * GIB);
+        // The refaults before the first reading may be of any time.
+        check(0, 5 * GIB, 9 * GIB);
+        check(30, 5 * GIB, 9 * GIB);
+        // The kernel dropped 2 GiB that were in use.
+        check(60, 7 * GIB, 7 * GIB);
+        // The 2 GiB are half forgotten, one is new.
+        check(90, 8 * GIB, 7 * GIB);
         // All of it is read again and again.
         check(91, 60 * GIB, GIB);
         check(92, 61 * GIB, GIB);
-        // A counter that goes back is of another boot, and proves nothing.
         check(122, 61 * GIB, 5 * GIB);
-        check(123, 0, GIB);
+        // A counter that goes back is of another boot.
+        check(152, 0, 7 * GIB);
+        check(153, 60 * GIB, GIB);
+    }
+
+    #[test]
+    fn a_reading_without_the_count_forgets_no_need() {
+        let mut needed = NeededCache::default();
+        needed.available(at(0), &reading(GIB, 8 * GIB, 0));
+        assert_eq!(needed.available(at(1), &reading(GIB, 8 * GIB, 8 * GIB)), GIB);
+        let uncounted = FileCache { active: 8 * GIB, unwritten: 0, refaulted: None };
+        let failed = MemoryReading { available: GIB, cache: uncounted, kernels_estimate: None };
+        assert_eq!(needed.available(at(2), &failed), GIB);
+        assert_eq!(needed.available(at(31), &reading(GIB, 8 * GIB, 8 * GIB)), 5 * GIB);
     }
 
     #[test]
