@@ -20,7 +20,7 @@ use super::{metrics::Metrics, targets::Target};
 use beelet_cgroups::{
     Cgroups, Pressure, memory,
     reclaim::{self, Pages},
-    stats,
+    search, stats,
 };
 
 /// Maximum time of all requests of one tick.
@@ -108,7 +108,9 @@ impl Cold {
         // A pod whose turn does not come now keeps its place: the next tick decides again.
         let deadline = Instant::now() + LONGEST;
         for step in steps.iter().take_while(|_| Instant::now() < deadline) {
-            let pages = if step.may_swap || !has_swap { Pages::Any } else { Pages::File };
+            // A pod that may not swap loses file pages only, and older kernels lack `Pages::File`.
+            let stays = || seen.pods.iter().any(|pod| pod.cgroup == step.cgroup && !pod.may_swap);
+            let pages = if step.may_swap || !has_swap || stays() { Pages::Any } else { Pages::File };
             let taken = self.reclaim(cgroups, step, pages, deadline);
             metrics.reclaimed(taken);
             self.state.took(&self.law, moment, &step.cgroup, taken);
@@ -201,6 +203,13 @@ fn sample(cgroups: &Cgroups, pod: &Target) -> Option<ColdSample> {
     let memory = memory::of(cgroups, &pod.cgroup)?;
     let parts = memory.parts;
     let stalled = stats::stalled(cgroups, &pod.cgroup, Pressure::Memory)?;
+    // The limit of a container is on the container's own cgroup.
+    let is_kept_from_swap = |id: &str| {
+        let path = search::container(cgroups, &pod.cgroup, id);
+        path.and_then(|path| cgroups.read(&path, "memory.swap.max")).is_some_and(|limit| limit == "0")
+    };
+    let may_swap =
+        pod.containers.is_empty() || !pod.containers.iter().all(|container| is_kept_from_swap(&container.id));
     Some(ColdSample {
         cgroup: pod.cgroup.clone(),
         class: pod.class,
@@ -210,6 +219,7 @@ fn sample(cgroups: &Cgroups, pod: &Target) -> Option<ColdSample> {
             .saturating_add(parts.inactive_file)
             .saturating_sub(parts.unwritten_file),
         anon: parts.anon,
+        may_swap,
         refaulted: parts.refaulted_file?.saturating_add(parts.refaulted_anon.unwrap_or(0)),
         stalled: Duration::from_micros(stalled.some_us),
     })

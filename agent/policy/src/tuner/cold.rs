@@ -21,7 +21,7 @@ use crate::resources::qos::QosClass;
 pub struct ColdLaw {
     /// Minimum time between two steps.
     pub interval: Duration,
-    /// Largest step, in thousandths of the pod's memory.
+    /// Largest step, in thousandths of the pod's memory that the step may take.
     pub step_permille: u32,
     /// Share of time in which a pod may stall for memory.
     pub stall_permille: u32,
@@ -55,6 +55,13 @@ impl Default for ColdLaw {
     }
 }
 
+impl ColdLaw {
+    /// Returns the step for a pod that may lose `memory` bytes and has shown this number of signs.
+    fn step(&self, memory: u64, signs: u32) -> u64 {
+        (part(memory, self.step_permille.into(), 1000) >> signs).max(LEAST)
+    }
+}
+
 /// Steps below this number of bytes are not worth a request.
 const LEAST: u64 = 256 << 10;
 /// Maximum number of doublings of the back-off.
@@ -75,6 +82,8 @@ pub struct ColdSample {
     pub clean_file: u64,
     /// Anonymous memory.
     pub anon: u64,
+    /// False if the limits of the pod's containers keep all its memory out of swap; true if they are unknown.
+    pub may_swap: bool,
     /// Counter of bytes read again after the kernel had taken them.
     pub refaulted: u64,
     /// Counter of the time in which some task stalled for memory.
@@ -160,11 +169,14 @@ impl ColdState {
         let (mut budget, mut free_swap) = (amount(law.bytes_per_second, passed), seen.free_swap);
         let mut steps = Vec::new();
         for pod in order {
-            let Some(wanted) = self.next(law, now, pod) else { continue };
+            let Some(signs) = self.next(law, now, pod) else { continue };
+            let spare = pod.usage.saturating_sub(law.floor);
+            // A share of all memory could be the whole page cache of a pod whose other memory stays.
+            let step = |most: u64| law.step(most, signs).min(most).min(spare);
+            let all = pod.clean_file.saturating_add(pod.anon);
             // Half of the free swap stays for a shortage.
-            let swaps = may_swap && wanted <= free_swap / 2;
-            let most = if swaps { pod.clean_file.saturating_add(pod.anon) } else { pod.clean_file };
-            let bytes = wanted.min(most).min(budget);
+            let swaps = may_swap && pod.may_swap && step(all) <= free_swap / 2;
+            let bytes = step(if swaps { all } else { pod.clean_file }).min(budget);
             if bytes < LEAST {
                 continue;
             }
@@ -208,8 +220,9 @@ impl ColdState {
         self.swap_credit > 0
     }
 
-    /// Records a pod's sample. Returns the bytes to take; `None` if the pod is to be left alone.
-    fn next(&mut self, law: &ColdLaw, now: Moment, seen: &ColdSample) -> Option<u64> {
+    /// Records a pod's sample. Returns the signs that make its step smaller; `None` if the pod is to be left
+    /// alone.
+    fn next(&mut self, law: &ColdLaw, now: Moment, seen: &ColdSample) -> Option<u32> {
         let Some(pod) = self.pods.get_mut(&seen.cgroup) else {
             self.pods.insert(seen.cgroup.clone(), ColdPod::first(law, now, seen));
             return None;
@@ -219,7 +232,6 @@ impl ColdState {
         (pod.refaulted, pod.stalled) = (seen.refaulted, seen.stalled);
         let refaulted = seen.refaulted.saturating_sub(before.refaulted);
         pod.read_again = pod.read_again.saturating_add(refaulted.min(before.taken));
-        let step = (part(seen.usage, law.step_permille.into(), 1000) >> before.signs).max(LEAST);
         if before.is_short(law, now, seen, refaulted) {
             pod.until = now.plus(law.back_off.saturating_mul(1 << before.signs));
             pod.signs = before.signs.saturating_add(1).min(MOST_SIGNS);
@@ -230,14 +242,11 @@ impl ColdState {
             pod.signs = before.signs.saturating_sub(1);
         }
         // A growing pod would at once need what it gives.
-        if seen.usage > before.usage.saturating_add(step) {
+        if seen.usage > before.usage.saturating_add(law.step(seen.usage, before.signs)) {
             pod.until = pod.until.max(now.plus(law.settle));
             return None;
         }
-        if now < pod.until {
-            return None;
-        }
-        Some(step.min(seen.usage.saturating_sub(law.floor))).filter(|bytes| *bytes >= LEAST)
+        (now >= pod.until).then_some(before.signs)
     }
 }
 

@@ -34,6 +34,7 @@ impl Simulated {
             usage: self.usage(),
             clean_file: self.usage(),
             anon: 0,
+            may_swap: true,
             refaulted: self.refaulted,
             stalled: self.stalled,
         }
@@ -189,6 +190,29 @@ fn anonymous_memory_moves_only_to_swap_with_room_and_within_the_budget_of_writes
     check(0, 0, None);
 }
 
+#[test]
+fn a_step_is_a_share_of_the_memory_that_the_pod_may_lose() {
+    #[track_caller]
+    fn check(may_swap: bool, expected: u64) {
+        let law = ColdLaw::default();
+        let mut state = ColdState::default();
+        let mut steps = Vec::new();
+        for tick in 0..8 {
+            let pod = ColdSample {
+                clean_file: 100 * MIB,
+                anon: 800 * MIB,
+                may_swap,
+                ..Simulated::new(1000 * MIB, 0).sample("/a", QosClass::Burstable)
+            };
+            let seen = ColdSeen { pods: vec![pod], free_swap: 1000 * MIB, swapped_out: 0 };
+            steps = state.decide(&law, Moment::after_start(law.interval * tick), &seen);
+        }
+        assert_eq!(steps, [ColdStep { cgroup: "/a".to_owned(), bytes: expected, may_swap }]);
+    }
+    check(false, MIB);
+    check(true, 9 * MIB);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
@@ -237,7 +261,8 @@ proptest! {
             now = now.plus(Duration::from_millis(u64::from(pause)));
             let stalled = Duration::from_micros(stalled);
             let pod = ColdSample {
-                cgroup: "/a".to_owned(), class: QosClass::Burstable, usage, clean_file, anon, refaulted, stalled,
+                cgroup: "/a".to_owned(), class: QosClass::Burstable, usage, clean_file, anon,
+                may_swap: refaulted < anon, refaulted, stalled,
             };
             for step in state.decide(&law, now, &ColdSeen { pods: vec![pod], free_swap, swapped_out }) {
                 prop_assert!(step.bytes <= usage);
