@@ -231,7 +231,9 @@ impl ColdState {
         (pod.at, pod.usage, pod.taken) = (now, seen.usage, 0);
         (pod.refaulted, pod.stalled) = (seen.refaulted, seen.stalled);
         let refaulted = seen.refaulted.saturating_sub(before.refaulted);
-        pod.read_again = pod.read_again.saturating_add(refaulted.min(before.taken));
+        // A pod may read its memory again long after the step.
+        let missing = pod.given_back.saturating_sub(pod.read_again);
+        pod.read_again = pod.read_again.saturating_add(refaulted.min(missing));
         if before.is_short(law, now, seen, refaulted) {
             pod.until = now.plus(law.back_off.saturating_mul(1 << before.signs));
             pod.signs = before.signs.saturating_add(1).min(MOST_SIGNS);

@@ -112,6 +112,24 @@ fn an_idle_pod_gives_back_its_cold_memory_and_keeps_the_rest() {
 }
 
 #[test]
+fn memory_that_a_pod_reads_again_late_counts_and_never_more_than_was_taken() {
+    let mut node = Node::new(ColdLaw::default(), vec![Simulated::new(700 * MIB, 300 * MIB)]);
+    let effect = |node: &Node| node.state.effects().next().unwrap().1;
+    node.run(minutes(4));
+    let before = effect(&node);
+    assert!(before.given_back > 10 * MIB && before.read_again == 0, "{before:?}");
+    // After a stall no step follows for a while.
+    node.pods[0].stalled += node.law.interval;
+    node.tick();
+    node.pods[0].refaulted += 10 * MIB;
+    node.tick();
+    assert_eq!(effect(&node), ColdEffect { read_again: 10 * MIB, ..before });
+    node.pods[0].refaulted += 1000 * MIB;
+    node.tick();
+    assert_eq!(effect(&node).read_again, effect(&node).given_back);
+}
+
+#[test]
 fn steps_become_rare_and_small_at_the_working_set() {
     let mut node = Node::new(ColdLaw::default(), vec![Simulated::new(1000 * MIB, 0)]);
     node.run(minutes(24 * 60));
