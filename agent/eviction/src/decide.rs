@@ -84,7 +84,9 @@ impl Eviction {
         if self.reclaims.must_wait((signal, self.layout), read_at, &self.parts) {
             return;
         }
-        if self.swap_outs.must_wait(&threshold, observation, read_at) {
+        let since = self.tracker.first_observed.get(&index).map(|since| since.plus(threshold.grace));
+        let actionable_for = since.map_or(Duration::ZERO, |since| self.now().since(since));
+        if self.swap_outs.must_wait(&threshold, observation, read_at, actionable_for) {
             return;
         }
         // The effect of a terminated pod must be measured first.

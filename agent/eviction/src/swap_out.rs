@@ -97,7 +97,14 @@ impl SwapOuts {
     }
 
     /// Starts a request if that can help; returns true if evictions must wait until its effect is known.
-    pub(super) fn must_wait(&mut self, threshold: &Threshold, seen: &Observation, read_at: Instant) -> bool {
+    /// `actionable_for` is the time since the threshold became actionable.
+    pub(super) fn must_wait(
+        &mut self,
+        threshold: &Threshold,
+        seen: &Observation,
+        read_at: Instant,
+        actionable_for: Duration,
+    ) -> bool {
         let Some(door) = &self.door else { return false };
         let last = match self.state {
             State::Idle => None,
@@ -107,21 +114,24 @@ impl SwapOuts {
         };
         // The free swap is unknown here, since reading it may block.
         let missing = deficit(threshold, seen);
-        if swap_out(threshold, seen, missing, last).is_none() {
+        if swap_out(threshold, seen, actionable_for, missing, last).is_none() {
             return false;
         }
         self.state = State::Running { since: Instant::now() };
         let (door, done, threshold, seen) = (door.clone(), self.out.clone(), threshold.clone(), *seen);
         tokio::spawn(async move {
-            let moved = blocking("moving memory of pods to swap", move || {
+            let result = blocking("moving memory of pods to swap", move || {
                 let free = Quantity::from_units(i64::try_from((door.free)()).unwrap_or(i64::MAX));
-                let amount = swap_out(&threshold, &seen, free, last);
-                amount.map_or(0, |amount| (door.fill)(u64::try_from(amount.value()).unwrap_or(0)))
+                // No request is made, and nothing of the missing amount moves.
+                let Some(amount) = swap_out(&threshold, &seen, actionable_for, free, last) else {
+                    return (missing, Quantity::ZERO);
+                };
+                let moved = (door.fill)(u64::try_from(amount.value()).unwrap_or(0));
+                (amount, Quantity::from_units(i64::try_from(moved).unwrap_or(i64::MAX)))
             })
             .await;
             // Sending fails only after eviction has ended.
-            let _ =
-                done.send((missing, Quantity::from_units(i64::try_from(moved).unwrap_or(i64::MAX)))).await;
+            let _ = done.send(result).await;
         });
         true
     }

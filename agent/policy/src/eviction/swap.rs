@@ -36,20 +36,24 @@ pub struct SwapOut {
 /// Time after a request with little effect during which another one is of no use: the pods have little cold
 /// memory.
 const USELESS: Duration = Duration::from_secs(30);
+/// Maximum time for which a pod's end waits for swap: a node that moves the same pages in and out moves the
+/// requested amounts without end.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Returns the amount to move to swap before a pod is evicted; `None` if eviction must not wait.
 ///
 /// Eviction does not wait if less than half of the threshold is left (memory falls faster than pages move),
-/// if the free swap cannot take a worthwhile part of the missing amount, or if the last request moved less
-/// than half of its amount.
+/// if the threshold has been actionable for half a minute (`actionable_for`), if the free swap cannot take a
+/// worthwhile part of the missing amount, or if the last request moved less than half of its amount.
 #[must_use]
 pub fn swap_out(
     threshold: &Threshold,
     seen: &Observation,
+    actionable_for: Duration,
     free: Quantity,
     last: Option<SwapOut>,
 ) -> Option<Quantity> {
-    if !threshold.signal.is_memory() {
+    if !threshold.signal.is_memory() || actionable_for >= PATIENCE {
         return None;
     }
     let value = threshold.value.of(seen.capacity);
@@ -76,12 +80,25 @@ mod tests {
 
     #[track_caller]
     fn check(available: i64, free: i64, last: Option<SwapOut>, expected: Option<i64>) {
+        check_after(0, available, free, last, expected);
+    }
+
+    #[track_caller]
+    fn check_after(seconds: u64, available: i64, free: i64, last: Option<SwapOut>, expected: Option<i64>) {
         let value = ThresholdValue::threshold("100Mi").unwrap().unwrap();
         let min_reclaim = Some(ThresholdValue::min_reclaim("20Mi").unwrap());
         let threshold =
             Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim };
         let seen = Observation { available: mib(available), capacity: mib(4096) };
-        assert_eq!(swap_out(&threshold, &seen, mib(free), last), expected.map(mib));
+        let amount = swap_out(&threshold, &seen, Duration::from_secs(seconds), mib(free), last);
+        assert_eq!(amount, expected.map(mib));
+    }
+
+    #[test]
+    fn eviction_waits_for_swap_for_half_a_minute() {
+        let last = Some(SwapOut { asked: mib(40), moved: mib(40), age: Duration::ZERO });
+        check_after(29, 80, 1000, last, Some(40));
+        check_after(30, 80, 1000, last, None);
     }
 
     #[test]
@@ -112,6 +129,6 @@ mod tests {
         let threshold =
             Threshold { signal: Signal::NodeFsAvailable, value, grace: Duration::ZERO, min_reclaim: None };
         let seen = Observation { available: mib(80), capacity: mib(4096) };
-        assert_eq!(swap_out(&threshold, &seen, mib(1000), None), None);
+        assert_eq!(swap_out(&threshold, &seen, Duration::ZERO, mib(1000), None), None);
     }
 }
