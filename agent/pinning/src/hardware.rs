@@ -87,7 +87,7 @@ impl Desk {
     }
 }
 
-/// Creates the managers for a machine. Their states are empty.
+/// Creates the managers for a machine, which must have all reserved memory. Their states are empty.
 pub(super) fn managers(
     settings: &beelet_config::Pinning,
     machine: &MachineTopology,
@@ -100,7 +100,30 @@ pub(super) fn managers(
     let cpus = cpus.map_err(of("cpuManagerPolicy"))?;
     let memory = MemoryManager::new(&settings.memory, &machine.memory, settings.gates);
     let memory = memory.map_err(of("reservedMemory"))?;
+    refuse_overdrawn(&memory)?;
     Ok(Pins { topology, cpus, memory })
+}
+
+/// Refuses reservations above a node's size: the kubelet starts, and counts about 2^64 free bytes there.
+fn refuse_overdrawn(memory: &MemoryManager) -> Result<(), OpenError> {
+    let mut fresh = memory.clone();
+    let started = fresh.start(None);
+    started.map_err(|error| OpenError::new("reservedMemory", error.to_string()))?;
+    let overdrawn: Vec<String> = fresh
+        .state()
+        .ledger
+        .overdrawn()
+        .map(|(node, resource)| format!("{resource} of NUMA node {node}"))
+        .collect();
+    if overdrawn.is_empty() {
+        return Ok(());
+    }
+    let message = format!(
+        "the configuration reserves more than the machine has of {}: lower the amount in reservedMemory, and \
+         kubeReserved, systemReserved or evictionHard by as much",
+        overdrawn.join(" and of ")
+    );
+    Err(OpenError::new("reservedMemory", message))
 }
 
 /// Gives the pods of `old` what they have in `new`, as far as it is there. Returns the pods that lose theirs.

@@ -8,10 +8,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use beelet_policy::pinning::{
-    PinningError, Pins, cpus,
-    memory::{self, MemoryManager},
-};
+use beelet_policy::pinning::{PinningError, Pins, cpus, memory};
 use beelet_state::{ForeignFile, events::NodeEvents};
 use tokio::sync::watch;
 use tracing::warn;
@@ -93,7 +90,6 @@ fn open_pins(
 ) -> Result<(Pins, BTreeSet<String>), OpenError> {
     let of = |field: &'static str| move |error: PinningError| OpenError::new(field, error.to_string());
     let mut pins = managers(settings, machine)?;
-    refuse_overdrawn(&pins.memory)?;
     let mut lost = BTreeSet::new();
     if let Some(found) = read(&files[0], events)
         && let Err(why) = pins.cpus.start(Some(&found))
@@ -116,28 +112,6 @@ fn open_pins(
         pins.memory.start(None).map_err(of("memoryManagerPolicy"))?;
     }
     Ok((pins, lost))
-}
-
-/// Refuses reservations above a node's size: the kubelet starts, and counts about 2^64 free bytes there.
-fn refuse_overdrawn(memory: &MemoryManager) -> Result<(), OpenError> {
-    let mut fresh = memory.clone();
-    let started = fresh.start(None);
-    started.map_err(|error| OpenError::new("reservedMemory", error.to_string()))?;
-    let overdrawn: Vec<String> = fresh
-        .state()
-        .ledger
-        .overdrawn()
-        .map(|(node, resource)| format!("{resource} of NUMA node {node}"))
-        .collect();
-    if overdrawn.is_empty() {
-        return Ok(());
-    }
-    let message = format!(
-        "the configuration reserves more than the machine has of {}: lower the amount in reservedMemory, and \
-         kubeReserved, systemReserved or evictionHard by as much",
-        overdrawn.join(" and of ")
-    );
-    Err(OpenError::new("reservedMemory", message))
 }
 
 /// The text of a state file; one that can't be read is set aside.
