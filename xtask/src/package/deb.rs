@@ -1,6 +1,6 @@
 //! The Debian package, made by dpkg-deb (docs/decisions/0021-packages.md has the reasons against cargo-deb).
 
-use super::{layout, tree, version};
+use super::{layout, tree, version, with_tilde};
 use crate::{cross::Arch, setup, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::{images::Entry, workdir};
@@ -49,7 +49,7 @@ pub fn build(
 ) -> Result<PathBuf> {
     let root = out.join("deb");
     tree::make(&root, files)?;
-    let name = format!("{}-{revision}", version());
+    let name = format!("{}-{revision}", with_tilde(version()));
     let control = root.join("DEBIAN");
     workdir::write(&control.join("md5sums"), sums(&root, files)?)?;
     workdir::write(&control.join("conffiles"), conffiles())?;
@@ -132,6 +132,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_pre_release_is_older_than_its_release() {
+        assert_eq!(with_tilde("1.0.0"), "1.0.0");
+        assert_eq!(with_tilde("1.0.0-rc.1"), "1.0.0~rc.1");
+    }
+
+    #[test]
     fn the_newest_glibc_of_the_symbols_is_found() {
         let text = "0 DF *UND* 0 (GLIBC_2.2.5) read\n0 DF *UND* 0 (GLIBC_2.34) dlsym\n0 (GLIBC_2.9) pipe2\n";
         assert_eq!(newest_glibc(text).as_deref(), Some("2.34"));
@@ -159,9 +165,8 @@ mod tests {
             ("usr/bin/beelet".to_owned(), Entry::File(b"#!/bin/sh\n".to_vec(), 0o755)),
         ];
         let first = build(&files, Arch::here().unwrap(), "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
-        assert!(
-            first.file_name().unwrap().to_string_lossy().starts_with(&format!("beelet_{}-7_", version()))
-        );
+        let start = format!("beelet_{}-7_", with_tilde(version()));
+        assert!(first.file_name().unwrap().to_string_lossy().starts_with(&start));
         let bytes = fs::read(&first).unwrap();
         let ask = |arguments: &[&str], part: &[&str]| {
             let output = Command::new("dpkg-deb").args(arguments).arg(&first).args(part).output().unwrap();

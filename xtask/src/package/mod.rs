@@ -290,6 +290,11 @@ pub(crate) fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
+/// Returns a version as dpkg and rpm order it: a pre-release has a `~` there, and is older than its release.
+fn with_tilde(version: &str) -> String {
+    version.replacen('-', "~", 1)
+}
+
 /// Returns decimal megabytes.
 #[allow(clippy::cast_precision_loss)] // printed with one decimal
 pub(crate) fn megabytes(bytes: u64) -> f64 {

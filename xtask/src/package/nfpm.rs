@@ -1,7 +1,7 @@
 //! Packages for distributions with RPM, and for Alpine, made by nFPM from the same files as the Debian
 //! package.
 
-use super::{layout, tree, version};
+use super::{layout, tree, version, with_tilde};
 use crate::cross::Arch;
 use crate::{shell, tools};
 use anyhow::{Context as _, Result};
@@ -42,8 +42,11 @@ pub(super) fn build(
 ) -> Result<PathBuf> {
     let files = of_format(format, files)?;
     let (name, folder) = match format {
-        Format::Rpm => (format!("beelet-{}-{revision}.{}.rpm", version(), arch.machine()), "rpm"),
-        Format::Apk => (format!("beelet-{}-r{revision}.{}.apk", version(), arch.machine()), "apk"),
+        Format::Rpm => (format!("beelet-{}-{revision}.{}.rpm", with_tilde(version()), arch.machine()), "rpm"),
+        Format::Apk => {
+            let version = of_alpine(version()).replacen('-', "_", 1);
+            (format!("beelet-{version}-r{revision}.{}.apk", arch.machine()), "apk")
+        }
     };
     let (root, package) = (out.join(folder), out.join(name));
     tree::make(&root, &files)?;
@@ -59,6 +62,15 @@ pub(super) fn build(
         std::fs::remove_dir_all(&folder).with_context(|| format!("could not remove {}", folder.display()))?;
     }
     Ok(package)
+}
+
+/// Returns the version from which nFPM makes Alpine's, e.g. `1.0.0_rc1`: a pre-release has no dot there
+/// (apk-package(5)). From the other spelling nFPM makes rpm's, e.g. `1.0.0~rc.1`.
+fn of_alpine(version: &str) -> String {
+    match version.split_once('-') {
+        Some((release, pre)) => format!("{release}-{}", pre.replace('.', "")),
+        None => version.to_owned(),
+    }
 }
 
 /// Copies the scripts of packaging/`from` to a folder. nFPM puts the files' times into Alpine's package.
@@ -112,7 +124,7 @@ fn recipe_of(
         "name": "beelet",
         "arch": arch.name(),
         "platform": "linux",
-        "version": version(),
+        "version": match format { Format::Rpm => version().to_owned(), Format::Apk => of_alpine(version()) },
         "release": match format { Format::Rpm => revision.to_owned(), Format::Apk => format!("r{revision}") },
         "maintainer": "The beelet authors <packages@beelet.dev>",
         "description": "node agent that runs a machine's pods",
@@ -193,6 +205,12 @@ mod tests {
                 "usr/share/zsh/site-functions/_beelet"
             ]
         );
+    }
+
+    #[test]
+    fn alpines_pre_release_has_no_dot() {
+        assert_eq!(of_alpine("1.0.0"), "1.0.0");
+        assert_eq!(of_alpine("1.0.0-rc.1"), "1.0.0-rc1");
     }
 
     #[test]
