@@ -495,6 +495,18 @@ fn zeros_of_fields_without_an_effect_cause_no_warning() {
     assert_eq!(warned("kubeAPIQPS: 0"), ["kubeAPIQPS"]);
 }
 
+#[test]
+fn the_disk_weight_of_best_effort_pods_is_below_the_kernels_default() {
+    assert_eq!(
+        set(&beelet("tuner: {bestEffortDiskWeight: 99}")).beelet.tuner.law.best_effort_disk_weight,
+        99
+    );
+    check_error(
+        &beelet("tuner: {bestEffortDiskWeight: 100}"),
+        "3:31: tuner.bestEffortDiskWeight: 100 is out of range: 0 to 99",
+    );
+}
+
 /// A configuration of a file, drop-in files by name, and flags.
 fn layered(
     file: &str,

@@ -135,7 +135,8 @@ pub(super) fn resolve(wire: &mut TunerWire) -> Result<Tuner, Problem> {
             &mut wire.best_effort_disk_weight,
             default.best_effort_disk_weight,
             0,
-            1000,
+            // The kernel's default is 100: more would favour the pods that are to yield.
+            99,
         )?,
     };
     let mode = *wire.mode.get_or_insert(TunerMode::Advise);

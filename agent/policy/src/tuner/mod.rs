@@ -102,7 +102,8 @@ pub struct Law {
     /// Ticks that a pod may stand still for memory that was taken from it before it gets the memory back; 0
     /// for no limit.
     pub standstill_ticks: u32,
-    /// Weight of BestEffort pods' requests to disks while the tuner runs; 0 leaves the owner's weight.
+    /// Weight of BestEffort pods' requests to disks while the tuner runs, below the default of 100; 0 leaves
+    /// the owner's weight.
     pub best_effort_disk_weight: u32,
 }
 
