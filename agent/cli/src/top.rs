@@ -35,7 +35,8 @@ pub struct TopArgs {
     /// Kind, as for `kubectl top`: prints one table and exits.
     #[arg(value_enum, value_name = "KIND")]
     kind: Option<Kind>,
-    /// Show only this pod; its name may omit the `-NODE` suffix of static pods.
+    /// Show only this pod; its name may omit the `-NODE` suffix of static pods. With the kind node: name of
+    /// the node.
     #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods())]
     name: Option<String>,
     /// Show only pods in this namespace.
@@ -111,10 +112,7 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
         interrupted = tokio::signal::ctrl_c() => return interrupted.context("cannot wait for Ctrl-C"),
     };
     if let Some(name) = &args.name {
-        keep(&mut snapshot, name);
-        if snapshot.pods.is_empty() {
-            bail!("pod {name:?} not found; `beelet get pods` lists all pods");
-        }
+        select(&mut snapshot, args.kind, name)?;
     }
     let text = match args.output {
         Some(Output::Json) => format!("{}\n", serde_json::to_string_pretty(&snapshot)?),
@@ -128,6 +126,24 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     out.flush()?;
+    Ok(())
+}
+
+/// Keeps the pod of this name, or with the kind node all pods.
+///
+/// # Errors
+/// No pod has the name, or the node has another one.
+fn select(snapshot: &mut SignalSnapshot, kind: Option<Kind>, name: &str) -> anyhow::Result<()> {
+    if kind == Some(Kind::Node) {
+        if !name.eq_ignore_ascii_case(&snapshot.node) {
+            bail!("node {name:?} not found; the node of this agent is {:?}", snapshot.node);
+        }
+        return Ok(());
+    }
+    keep(snapshot, name);
+    if snapshot.pods.is_empty() {
+        bail!("pod {name:?} not found; `beelet get pods` lists all pods");
+    }
     Ok(())
 }
 
@@ -199,6 +215,18 @@ mod tests {
         assert_eq!(names, ["web-n1"]);
         keep(&mut snapshot, "web-n1");
         assert_eq!(snapshot.pods.len(), 1);
+    }
+
+    #[test]
+    fn the_name_of_the_kind_node_is_the_nodes() {
+        let mut snapshot = snapshot(&[("shop", "web-n1", 0.25, 1.0), ("shop", "db", 0.5, 1.0)]);
+        snapshot.node = "n1".to_owned();
+        select(&mut snapshot, Some(Kind::Node), "n1").unwrap();
+        assert_eq!(snapshot.pods.len(), 2);
+        assert!(select(&mut snapshot, Some(Kind::Node), "web").unwrap_err().to_string().contains("\"n1\""));
+        select(&mut snapshot, Some(Kind::Pod), "web").unwrap();
+        assert_eq!(snapshot.pods.len(), 1);
+        assert!(select(&mut snapshot, Some(Kind::Pod), "n1").is_err());
     }
 
     #[test]
