@@ -11,7 +11,7 @@ use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
-use tokio::time::{Instant, interval_at};
+use tokio::time::{Instant, interval_at, timeout_at};
 
 use super::{get::pod::state, plain, why::Warnings};
 use beelet_client::{Client, Event};
@@ -168,7 +168,10 @@ pub(crate) async fn wait(
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
             _ = ticks.tick(), if is_synced => {
-                waited.report_progress(client, wanted, &mut reported).await;
+                // An agent that does not answer delays neither the next report nor the end of the wait.
+                let latest = Instant::now() + REPORT_PERIOD;
+                let latest = end.map_or(latest, |end| end.min(latest));
+                let _ = timeout_at(latest, waited.report_progress(client, wanted, &mut reported)).await;
                 continue;
             }
         };
@@ -225,7 +228,7 @@ impl Waited {
                 (Some(why), _) => format!("pod {}: {why}", target.name),
                 (None, Some(stopped)) => format!("pod {} {stopped}", target.name),
                 (None, None) if *wanted == Wanted::Deleted => {
-                    format!("pod {} is not terminating", target.name)
+                    format!("pod {}: its deletion has not begun", target.name)
                 }
                 (None, None) => format!("pod {}: {}", target.name, current_step(entry, &events)),
             };
