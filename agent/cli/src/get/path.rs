@@ -43,6 +43,9 @@ const OPERATORS: [(&str, Compared); 6] = [
     (">", Compared::Greater),
 ];
 
+/// Maximum number of filters inside of each other: parsing and following them uses the stack.
+const MOST_FILTERS: usize = 32;
+
 impl FromStr for Path {
     type Err = String;
 
@@ -57,12 +60,12 @@ impl FromStr for Path {
 
 impl Path {
     fn parse(text: &str) -> Result<Self, String> {
-        let (path, rest) = Self::begin(text.trim())?;
+        let (path, rest) = Self::begin(text.trim(), 0)?;
         if rest.trim().is_empty() { Ok(path) } else { Err(format!("unexpected {rest:?} in a path")) }
     }
 
-    /// Parses a path at the start of a text and returns the rest.
-    fn begin(text: &str) -> Result<(Self, &str), String> {
+    /// Parses a path at the start of a text and returns the rest. `depth` filters surround the path.
+    fn begin(text: &str, depth: usize) -> Result<(Self, &str), String> {
         let mut steps = Vec::new();
         let mut rest = text.strip_prefix(['$', '@']).unwrap_or(text);
         loop {
@@ -73,7 +76,7 @@ impl Path {
                 field(after, &mut steps)?
             } else if let Some(after) = rest.strip_prefix('[') {
                 let (inner, after) = enclosed(after, ']')?;
-                steps.push(subscript(inner.trim())?);
+                steps.push(subscript(inner.trim(), depth)?);
                 after
             } else {
                 return Ok((Self(steps), rest));
@@ -89,10 +92,11 @@ impl Path {
     }
 
     /// Compares two values by the first value to which the path leads: numbers as numbers, all else as text.
-    /// A missing value comes first.
+    /// A missing value comes first, and numbers come before text: sorting needs a total order.
     pub(super) fn compare(&self, a: &Value, b: &Value) -> Ordering {
         match (self.values(a).first(), self.values(b).first()) {
-            (Some(a), Some(b)) => compare(a, b),
+            (Some(a), Some(b)) if a.is_number() == b.is_number() => compare(a, b),
+            (Some(a), Some(b)) => b.is_number().cmp(&a.is_number()),
             (a, b) => a.is_some().cmp(&b.is_some()),
         }
     }
@@ -121,7 +125,7 @@ fn field<'t>(text: &'t str, steps: &mut Vec<Step>) -> Result<&'t str, String> {
     }
 }
 
-fn subscript(text: &str) -> Result<Step, String> {
+fn subscript(text: &str, depth: usize) -> Result<Step, String> {
     let number = |text: &str| text.trim().parse().map_err(|_| format!("{text:?} is not an index"));
     if text == "*" {
         return Ok(Step::Every);
@@ -130,7 +134,7 @@ fn subscript(text: &str) -> Result<Step, String> {
         return Ok(Step::Field(name));
     }
     if let Some(condition) = text.strip_prefix("?(").and_then(|rest| rest.strip_suffix(')')) {
-        return condition_of(condition);
+        return condition_of(condition, depth + 1);
     }
     if let Some((from, to)) = text.split_once(':') {
         let bound = |text: &str| if text.trim().is_empty() { Ok(None) } else { number(text).map(Some) };
@@ -139,8 +143,11 @@ fn subscript(text: &str) -> Result<Step, String> {
     number(text).map(Step::Index)
 }
 
-fn condition_of(text: &str) -> Result<Step, String> {
-    let (path, rest) = Path::begin(text.trim())?;
+fn condition_of(text: &str, depth: usize) -> Result<Step, String> {
+    if depth > MOST_FILTERS {
+        return Err(format!("more than {MOST_FILTERS} filters are inside of each other"));
+    }
+    let (path, rest) = Path::begin(text.trim(), depth)?;
     let rest = rest.trim();
     if rest.is_empty() {
         return Ok(Step::Where(path, None));
@@ -418,7 +425,29 @@ mod tests {
         assert_eq!(path.compare(&json!({}), &of(json!("a"))), Ordering::Less);
     }
 
+    #[test]
+    fn filters_inside_of_filters_have_a_limit() {
+        let nested = |count: usize| format!("{}{}", "[?(@".repeat(count), ")]".repeat(count)).parse::<Path>();
+        assert!(nested(MOST_FILTERS).is_ok());
+        assert!(nested(MOST_FILTERS + 1).unwrap_err().contains("more than 32 filters"));
+        assert!(nested(10_000).is_err());
+    }
+
     proptest! {
+        #[test]
+        fn values_have_a_total_order(mut values in prop::collection::vec((any::<bool>(), -20..20_i32), 3)) {
+            let path: Path = "n".parse().unwrap();
+            let value = |(is_text, n): &(bool, i32)| {
+                if *is_text { json!({ "n": n.to_string() }) } else { json!({ "n": n }) }
+            };
+            values.sort_by(|a, b| path.compare(&value(a), &value(b)));
+            for (index, a) in values.iter().enumerate() {
+                for b in &values[index..] {
+                    prop_assert!(path.compare(&value(a), &value(b)).is_le(), "{values:?}");
+                }
+            }
+        }
+
         #[test]
         fn no_text_makes_the_parser_fail_hard(text in "[.a{}\\[\\]*?()@$:'\"\\\\0-9 =<!-]{0,24}") {
             if let Ok(template) = text.parse::<Template>() {
