@@ -32,7 +32,7 @@ const NAMED: usize = 5;
 const NO_FILE: &str =
     "memory.reclaim: cgroup version 1 or a kernel before 5.19 lacks it; the tuner takes no cold memory";
 /// The reason for taking nothing while the budget of swap is used up.
-const NO_ARGUMENT: &str = "memory.reclaim: before Linux 6.9 the kernel cannot spare anonymous pages; the tuner takes cold memory only \
+const NO_ARGUMENT: &str = "memory.reclaim: before Linux 6.9 the kernel cannot reclaim file pages alone; the tuner takes cold memory only \
      while its budget of writes to swap lasts";
 
 /// Settings of proactive reclaim.
@@ -147,7 +147,7 @@ impl Cold {
                 let bytes: u64 = self.advised.iter().map(|step| step.bytes).sum();
                 let pods = self.advised.len();
                 vec![format!(
-                    "cold memory: the tuner would probe {pods} pods for {} (allow it with `tuner.reclaim: enforce`)",
+                    "cold memory: the tuner would reclaim {} in all from {pods} pods (allow it with `tuner.reclaim: enforce`)",
                     binary(bytes)
                 )]
             }
