@@ -11,7 +11,7 @@ use beelet_policy::node::drain::Options;
 use beelet_units::selector::Selector;
 use clap::Args;
 
-use super::{finish, plain, until};
+use super::{finish, plain, print::print, until};
 
 /// Kubeconfigs of a node, in the order of the search: kubeadm's, and the one of distributions without it.
 const KUBECONFIGS: [&str; 2] = ["/etc/kubernetes/kubelet.conf", "/var/lib/kubelet/kubeconfig"];
@@ -69,7 +69,7 @@ pub struct DrainArgs {
     /// Evict only pods that this label selector selects.
     #[arg(long, value_name = "SELECTOR")]
     pod_selector: Option<Selector>,
-    /// Print the pods that would stay, and those that may not be evicted, without a change.
+    /// Change nothing; print the pods that would stay and those that may not be evicted.
     #[arg(long)]
     dry_run: bool,
     /// Accepted for scripts of kubectl: pods of DaemonSets always stay.
@@ -116,11 +116,12 @@ async fn drain(args: &DrainArgs) -> anyhow::Result<()> {
         dry_run: args.dry_run,
     };
     drain::drain(&client, &task, &mut |step| say(&node, args.dry_run, step)).await?;
-    println!("node/{} {}", plain::line(&node), if args.dry_run { "can be drained" } else { "drained" });
+    let done = if args.dry_run { "can be drained" } else { "drained" };
+    print(&format!("node/{} {done}\n", plain::line(&node)))?;
     Ok(())
 }
 
-/// Prints a step as one line.
+/// Prints a step as one line. A drain goes on if the reader of standard output has closed it.
 fn say(node: &str, dry_run: bool, step: Step) {
     let dry = if dry_run { " (dry run)" } else { "" };
     let line = match step {
@@ -136,7 +137,7 @@ fn say(node: &str, dry_run: bool, step: Step) {
         Step::Left(pod) => format!("pod {pod} has left"),
         Step::Failed(why) => format!("warning: {why}; retrying"),
     };
-    println!("{}", plain::line(&line));
+    let _ = print(&format!("{}\n", plain::line(&line)));
 }
 
 /// Returns a client and the Node's name.
