@@ -143,3 +143,51 @@ fn change(before: &MachineTopology, now: &MachineTopology) -> String {
     let parts: Vec<String> = parts.map(|(cpus, state)| format!("CPUs {cpus} are {state}")).collect();
     if parts.is_empty() { "the machine's NUMA nodes changed".to_owned() } else { parts.join(", ") }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, time::Duration};
+
+    use beelet_policy::pinning::{
+        Cpu, Gates,
+        cpus::CpuSettings,
+        memory::{MemoryNode, MemorySettings, Reservation},
+        topology::TopologySettings,
+    };
+    use beelet_units::quantity::Quantity;
+
+    use super::*;
+
+    #[test]
+    fn a_machine_with_less_memory_than_is_reserved_gets_no_managers() {
+        let reserved: BTreeMap<String, Quantity> =
+            [("memory".to_owned(), Quantity::from_units(1 << 30))].into();
+        let settings = beelet_config::Pinning {
+            cpus: CpuSettings {
+                policy: "none".to_owned(),
+                options: BTreeMap::new(),
+                reserved: CpuSet::default(),
+                amount: None,
+            },
+            memory: MemorySettings {
+                policy: "Static".to_owned(),
+                reserved_memory: vec![Reservation { node: 0, limits: reserved.clone() }],
+                reserved,
+            },
+            topology: TopologySettings::default(),
+            gates: Gates::default(),
+            reconcile_period: Duration::from_secs(10),
+        };
+        let managers_of = |memory: u64| {
+            let machine = MachineTopology {
+                cpus: vec![Cpu { cpu: 0, core: 0, socket: 0, numa: 0, uncore: None }],
+                nodes: Vec::new(),
+                memory: vec![MemoryNode { id: 0, memory, huge_pages: BTreeMap::new() }],
+            };
+            managers(&settings, &machine).map(|_| ()).map_err(|error| error.to_string())
+        };
+        assert_eq!(managers_of(2 << 30), Ok(()));
+        let error = managers_of(512 << 20).unwrap_err();
+        assert!(error.contains("reserves more than the machine has of memory of NUMA node 0"), "{error}");
+    }
+}
