@@ -45,7 +45,7 @@ pub(crate) fn run(args: &HandoverArgs) -> ExitCode {
     }
 }
 
-/// Checks, and acts if requested. Returns false if the check finds a restart.
+/// Checks, and acts if requested. Returns false if the check finds a pod that the hand-over changes.
 async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?;
     let next = match (args.from_kubelet, args.to_kubelet) {
@@ -100,16 +100,24 @@ fn minor_of(said: &str) -> Option<u32> {
 
 /// Prints the outcome of each pod. Returns true if the hand-over changes nothing for any pod.
 fn report(outcomes: &[(String, Outcome)], next: Agent) -> bool {
-    let (mut kept, mut unwanted, mut others) = (0_usize, 0_usize, 0_usize);
+    let (mut kept, mut leaving, mut unwanted, mut others) = (0_usize, 0_usize, 0_usize, 0_usize);
+    let stops = match next {
+        Agent::Beelet => "beelet would stop it",
+        Agent::Kubelet => "a kubelet with the same sources would stop it",
+    };
     for (pod, outcome) in outcomes {
         match outcome {
             Outcome::Kept => {
                 kept = kept.saturating_add(1);
                 println!("{pod}: is taken over");
             }
+            Outcome::Leaving => {
+                leaving = leaving.saturating_add(1);
+                println!("{pod}: is being deleted");
+            }
             Outcome::Unwanted => {
                 unwanted = unwanted.saturating_add(1);
-                println!("{pod}: would be stopped by either agent: no source names it");
+                println!("{pod}: would be stopped: no source of beelet names the pod: {stops}");
             }
             Outcome::LeftAlone(why) => {
                 others = others.saturating_add(1);
@@ -123,11 +131,12 @@ fn report(outcomes: &[(String, Outcome)], next: Agent) -> bool {
         }
     }
     println!(
-        "{} pods: {} would take over {kept}; {others} would restart or be left alone; {unwanted} are unwanted",
+        "{} pods: {} would take over {kept}; {others} would restart or be left alone; {unwanted} would be stopped; \
+         {leaving} are being deleted",
         outcomes.len(),
         next.name(),
     );
-    others == 0
+    outcomes.iter().all(|(_, outcome)| outcome.is_harmless())
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use beelet_base::blocking::blocking;
-use beelet_cluster::{connect, identity, presence::Presence, requests};
+use beelet_cluster::{connect, identity, kubeconfig, presence::Presence, requests};
 use beelet_codec::ApiType as _;
 use beelet_config::Config;
 use beelet_cri::Runtime;
@@ -41,7 +41,8 @@ impl Survey {
     /// Reads the facts.
     ///
     /// # Errors
-    /// The runtime or the API server does not answer.
+    /// The runtime or the API server does not answer, or the configuration names another node than the
+    /// kubeconfig.
     pub(super) async fn read(
         args: &HandoverArgs,
         config: &Config,
@@ -129,6 +130,14 @@ async fn of_manifests(config: &Config) -> (BTreeMap<PodName, Pod>, BTreeMap<Path
 
 /// Reads the pods that the API server assigns to this node, by UID.
 async fn assigned(kubeconfig: &Path, config: &Config) -> Result<BTreeMap<String, Pod>> {
+    let path = kubeconfig.to_owned();
+    let own = blocking("reading the kubeconfig", move || kubeconfig::node_name(&path)).await?;
+    if let Some(own) = own.filter(|own| *own != config.node_name) {
+        bail!(
+            "the kubeconfig is that of node {own}, but the configuration of beelet names node {}: set nodeName to {own}",
+            config.node_name
+        );
+    }
     let options = identity::Options {
         kubeconfig: kubeconfig.to_owned(),
         bootstrap: None,
@@ -142,11 +151,15 @@ async fn assigned(kubeconfig: &Path, config: &Config) -> Result<BTreeMap<String,
     let (client, _identity) = connect::connect(options).await?;
     let path = format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{}", config.node_name);
     let listed = client.get(&path).await.context("cannot list the pods of this node")?;
-    let items = listed.get("items").and_then(|items| items.as_array()).cloned().unwrap_or_default();
+    let items = listed.get("items").and_then(|items| items.as_array());
+    let items = items.context("the API server's answer has no list of pods")?;
     let mut pods = BTreeMap::new();
     for item in items {
-        let Ok(pod) = Pod::from_json(item.to_string().as_bytes()) else { continue };
-        pods.extend(pod.metadata.uid.clone().map(|uid| (uid, pod)));
+        let name = || item.pointer("/metadata/name").map(ToString::to_string).unwrap_or_default();
+        let failed = || format!("cannot read pod {} of the API server's list", name());
+        let pod = Pod::from_json(item.to_string().as_bytes()).with_context(failed)?;
+        let uid = pod.metadata.uid.clone().with_context(|| format!("pod {} has no UID", name()))?;
+        pods.insert(uid, pod);
     }
     Ok(pods)
 }

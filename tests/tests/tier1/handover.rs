@@ -150,6 +150,19 @@ async fn a_check_names_each_pod_and_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_pod_without_a_manifest_is_not_handed_over() {
+    let scene = Scene::new();
+    fs::remove_file(scene.path("manifests/web.yaml")).unwrap();
+    let (code, text) = scene.handover(&["--check", "--from-kubelet"], &[]);
+    let expected =
+        "default/web-n1: would be stopped: no source of beelet names the pod: beelet would stop it";
+    assert!(code == Some(1) && text.contains(expected), "{code:?} {text}");
+    let (code, text) = scene.handover(&["--from-kubelet"], &[]);
+    assert!(code == Some(1) && text.contains("refusing the hand-over"), "{code:?} {text}");
+    scene.assert_unchanged();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_old_agent_comes_back_if_the_new_one_does_not_start() {
     let scene = Scene::new();
     let kubelet = scene.program("kubelet", "");

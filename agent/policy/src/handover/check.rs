@@ -52,16 +52,19 @@ pub enum Outcome {
     Restarts(Vec<Reason>),
     /// The next agent does not touch the pod.
     LeftAlone(adopt::LeftAlone),
-    /// No source names the pod any more: either agent stops it.
+    /// The API server has the pod's deletion, which the next agent continues.
+    Leaving,
+    /// No source of beelet names the pod, so that beelet would stop it. A wrong staticPodPath or nodeName has
+    /// the same effect.
     Unwanted,
 }
 
 impl Outcome {
-    /// Returns true if the hand-over changes nothing for the pod: the next agent takes the pod over, or the
-    /// old one would stop it too.
+    /// Returns true if the hand-over changes nothing for the pod: the next agent takes the pod over, or
+    /// continues its deletion.
     #[must_use]
     pub fn is_harmless(&self) -> bool {
-        matches!(self, Self::Kept | Self::Unwanted)
+        matches!(self, Self::Kept | Self::Leaving)
     }
 }
 
@@ -147,6 +150,9 @@ pub fn check(found: &Found, wanted: Option<&Wanted<'_>>, next: Next) -> Outcome 
         return Outcome::LeftAlone(why);
     }
     let Some(wanted) = wanted else { return Outcome::Unwanted };
+    if wanted.pod.metadata.deletion_timestamp.is_some() {
+        return Outcome::Leaving;
+    }
     let mut reasons = Vec::new();
     if found.sandboxes.iter().filter(|sandbox| sandbox.ready).count() > 1 {
         reasons.push(Reason::ManySandboxes);

@@ -138,6 +138,20 @@ fn a_pod_whose_volumes_are_elsewhere_is_named() {
 }
 
 #[test]
+fn a_pod_that_no_source_names_is_no_harmless_outcome_and_a_deletion_is() {
+    let found = found(Source::File, &[Maker::Kubelet], &[container("main", Maker::Kubelet, "1")]);
+    for next in [Next::Beelet(ALL), Next::Kubelet { minor: 36 }] {
+        let outcome = check(&found, None, next);
+        assert!(outcome == Outcome::Unwanted && !outcome.is_harmless(), "{next:?}");
+        let mut pod = pod(json!([{"name": "main", "image": "x:1"}]));
+        pod.metadata.deletion_timestamp = serde_json::from_value(json!("2026-01-01T00:00:00Z")).unwrap();
+        let wanted = Wanted { pod: &pod, changed: None, uid_in_manifest: false, has_folder: true };
+        let outcome = check(&found, Some(&wanted), next);
+        assert!(outcome == Outcome::Leaving && outcome.is_harmless(), "{next:?}");
+    }
+}
+
+#[test]
 fn amounts_that_only_a_restart_changes_need_a_kubelets_record() {
     let policy = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
     let main = json!({"name": "main", "image": "x:1", "resizePolicy": policy,
