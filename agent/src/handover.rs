@@ -62,6 +62,9 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
             "kubelets before 1.35 report each container with a readiness probe as not ready until its first probe succeeds"
         );
     }
+    if let Some(why) = refusal(config, next) {
+        bail!("{why}");
+    }
     if args.check {
         return Ok(clean);
     }
@@ -70,6 +73,14 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
     }
     Turn { args, config, runtime: &runtime, found: survey.kept(&outcomes) }.perform(next).await?;
     Ok(true)
+}
+
+/// Returns the reason why no hand-over is possible with this configuration of beelet, if any.
+fn refusal(config: &Config, next: Agent) -> Option<&'static str> {
+    (next == Agent::Beelet && !config.beelet.adopt_kubelet_pods).then_some(
+        "the configuration of beelet lacks `adoptKubeletPods: true`: beelet would take over no pod of the kubelet; add \
+         the field",
+    )
 }
 
 /// Returns the next agent's properties for the check.

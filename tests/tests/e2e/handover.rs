@@ -159,6 +159,7 @@ impl Scene {
             .kubelet("podLogsDir", "/var/log/pods")
             .beelet("nodeName", NODE)
             .beelet("criticalStaticPods", true)
+            .beelet("adoptKubeletPods", true)
             .beelet("podsDir", path(root.join("pods")))
             .beelet("kubeletDir", path(root.clone()));
         let kubeconfig = kubeconfig.display().to_string();

@@ -34,18 +34,24 @@ impl Scene {
         fs::create_dir_all(scene.path("manifests")).unwrap();
         fs::create_dir_all(scene.path("root/pods").join(UID)).unwrap();
         scene.apply();
-        let kubelet = json!({
-            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-            "staticPodPath": scene.path("manifests"), "containerRuntimeEndpoint": scene.cri.endpoint(),
-        });
-        let beelet = json!({
-            "apiVersion": "beelet.dev/v1alpha1", "kind": "BeeletConfiguration", "nodeName": "n1",
-            "stateDir": scene.path("state"), "runDir": scene.path("run"), "podsDir": scene.path("root/pods"),
-            "kubeletDir": scene.path("root"),
-        });
-        fs::write(scene.path("config.yaml"), format!("{kubelet}\n---\n{beelet}\n")).unwrap();
+        scene.configure("adoptKubeletPods", true);
         scene.start_pod();
         scene
+    }
+
+    /// Writes the configuration of beelet, with one more field.
+    fn configure(&self, field: &str, value: bool) {
+        let kubelet = json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "staticPodPath": self.path("manifests"), "containerRuntimeEndpoint": self.cri.endpoint(),
+        });
+        let mut beelet = json!({
+            "apiVersion": "beelet.dev/v1alpha1", "kind": "BeeletConfiguration", "nodeName": "n1",
+            "stateDir": self.path("state"), "runDir": self.path("run"), "podsDir": self.path("root/pods"),
+            "kubeletDir": self.path("root"), "adoptKubeletPods": true,
+        });
+        beelet[field] = value.into();
+        fs::write(self.path("config.yaml"), format!("{kubelet}\n---\n{beelet}\n")).unwrap();
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -159,6 +165,19 @@ async fn a_pod_without_a_manifest_is_not_handed_over() {
     assert!(code == Some(1) && text.contains(expected), "{code:?} {text}");
     let (code, text) = scene.handover(&["--from-kubelet"], &[]);
     assert!(code == Some(1) && text.contains("refusing the hand-over"), "{code:?} {text}");
+    scene.assert_unchanged();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_configuration_that_adopts_no_pod_is_refused() {
+    let scene = Scene::new();
+    scene.configure("adoptKubeletPods", false);
+    for arguments in [&["--check", "--from-kubelet"][..], &["--from-kubelet", "--force"]] {
+        let (code, text) = scene.handover(arguments, &[]);
+        assert!(code == Some(1) && text.contains("lacks `adoptKubeletPods: true`"), "{code:?} {text}");
+    }
+    let (code, text) = scene.handover(&["--check", "--to-kubelet"], &[]);
+    assert_eq!(code, Some(0), "{text}");
     scene.assert_unchanged();
 }
 
