@@ -77,6 +77,12 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
 
 /// Returns the reason why no hand-over is possible with this configuration of beelet, if any.
 fn refusal(config: &Config, next: Agent) -> Option<&'static str> {
+    if config.beelet.stop_pods_on_exit {
+        return Some(
+            "the configuration of beelet has `stopPodsOnExit: true`: beelet stops all pods at its end; remove the field, \
+             and restart beelet if it runs",
+        );
+    }
     (next == Agent::Beelet && !config.beelet.adopt_kubelet_pods).then_some(
         "the configuration of beelet lacks `adoptKubeletPods: true`: beelet would take over no pod of the kubelet; add \
          the field",

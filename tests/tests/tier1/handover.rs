@@ -182,6 +182,17 @@ async fn a_configuration_that_adopts_no_pod_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_configuration_that_stops_the_pods_with_the_agent_is_refused() {
+    let scene = Scene::new();
+    scene.configure("stopPodsOnExit", true);
+    for arguments in [&["--check", "--to-kubelet"][..], &["--from-kubelet"], &["--to-kubelet", "--force"]] {
+        let (code, text) = scene.handover(arguments, &[]);
+        assert!(code == Some(1) && text.contains("`stopPodsOnExit: true`"), "{code:?} {text}");
+    }
+    scene.assert_unchanged();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_old_agent_comes_back_if_the_new_one_does_not_start() {
     let scene = Scene::new();
     let kubelet = scene.program("kubelet", "");
