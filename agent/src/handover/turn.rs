@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    io::{self, Write as _},
     time::{Duration, Instant},
 };
 
@@ -26,6 +27,12 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Maximum bytes of a control program's output in an error.
 const OUTPUT: usize = 4096;
 
+/// Prints a line. Ignores errors: `println!` panics if nothing reads the output any more, and between the
+/// stop and the start no agent would run.
+fn say(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
+
 /// A change of agents.
 pub(super) struct Turn<'a> {
     pub(super) args: &'a HandoverArgs,
@@ -43,24 +50,24 @@ impl Turn<'_> {
     pub(super) async fn perform(&self, next: Agent) -> Result<()> {
         let old = next.other();
         let began = Instant::now();
-        println!("stopping {}", old.name());
+        say(&format!("stopping {}", old.name()));
         let changed = match self.stop(old).await {
             Ok(()) => {
-                println!("starting {}", next.name());
+                say(&format!("starting {}", next.name()));
                 self.start(next).await
             }
             Err(error) => Err(error),
         };
         let Err(error) = changed else {
-            println!(
+            say(&format!(
                 "{} accounts for {} pods, none of which restarted ({:.1} s)",
                 next.name(),
                 self.found.len(),
                 began.elapsed().as_secs_f64()
-            );
+            ));
             return Ok(());
         };
-        eprintln!("{error:#}; putting {} back", old.name());
+        let _ = writeln!(io::stderr(), "{error:#}; putting {} back", old.name());
         if let Err(failure) = self.restore(old).await {
             bail!("the hand-over failed ({error:#}), and {} is not back: {failure:#}", old.name());
         }
