@@ -71,7 +71,9 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
     if !clean && !args.force {
         bail!("refusing the hand-over: see the pods above; --force hands them over all the same");
     }
-    Turn { args, config, runtime: &runtime, found: survey.kept(&outcomes) }.perform(next).await?;
+    let found = survey.kept(&outcomes);
+    let pods = survey.definitions(&found);
+    Turn { args, config, runtime: &runtime, found, pods }.perform(next).await?;
     Ok(true)
 }
 

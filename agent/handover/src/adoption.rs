@@ -165,6 +165,7 @@ mod tests {
             running: true,
             maker: *maker,
             hash: None,
+            exit_code: None,
         };
         let sandbox = makers.first().map(|maker| FoundSandbox { ready: true, created_at: 1, maker: *maker });
         let found = Found {

@@ -4,7 +4,7 @@
 //! with the pod's name, namespace and UID, and an annotation (of a sandbox the source of the pod, of a
 //! container the digest). Other programs' objects have no place here.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
@@ -22,6 +22,37 @@ use beelet_proto::cri;
 pub async fn read(runtime: &Runtime) -> Result<BTreeMap<String, Found>, Error> {
     let lists = tokio::try_join!(runtime.sandboxes.list(None), runtime.containers.list(None));
     lists.map(|(sandboxes, containers)| group(&sandboxes, &containers))
+}
+
+/// Reads all pods of the runtime, by UID, with the exit codes of the ended containers of each pod in which a
+/// container ended that ran `before`.
+///
+/// # Errors
+/// The runtime does not list its objects, or has no status of a container.
+pub async fn read_after(
+    runtime: &Runtime,
+    before: &BTreeMap<String, Found>,
+) -> Result<BTreeMap<String, Found>, Error> {
+    let lists = tokio::try_join!(runtime.sandboxes.list(None), runtime.containers.list(None));
+    let (sandboxes, containers) = lists?;
+    let mut pods = group(&sandboxes, &containers);
+    let has_ended = |(uid, before): &(&String, &Found)| {
+        let now = pods.get(*uid);
+        let mut ran = before.containers.iter().filter(|one| one.running);
+        now.is_some_and(|now| ran.any(|one| !now.runs_on(one)))
+    };
+    let changed: BTreeSet<String> = before.iter().filter(has_ended).map(|(uid, _)| uid.clone()).collect();
+    for container in containers.iter().filter(|one| one.state() == cri::ContainerState::ContainerExited) {
+        let Some(uid) = container.labels.get(POD_UID).filter(|uid| changed.contains(*uid)) else { continue };
+        let Some(name) = container.labels.get(CONTAINER_NAME) else { continue };
+        let attempt = container.metadata.as_ref().map_or(0, |metadata| metadata.attempt);
+        let status = runtime.containers.status(&container.id, false).await?.status;
+        let made = pods.get_mut(uid).into_iter().flat_map(|pod| &mut pod.containers);
+        for one in made.filter(|one| (&one.name, one.attempt) == (name, attempt)) {
+            one.exit_code = status.as_ref().map(|status| status.exit_code);
+        }
+    }
+    Ok(pods)
 }
 
 /// Groups the sandboxes and containers of agents by their pod's UID.
@@ -56,6 +87,7 @@ pub fn group(sandboxes: &[cri::PodSandbox], containers: &[cri::Container]) -> BT
             running: container.state() == cri::ContainerState::ContainerRunning,
             maker,
             hash,
+            exit_code: None,
         });
     }
     pods
@@ -140,6 +172,7 @@ mod tests {
             running: true,
             maker: Maker::Kubelet,
             hash: Some("ab".to_owned()),
+            exit_code: None,
         };
         assert_eq!(found["u"].containers, [expected]);
     }

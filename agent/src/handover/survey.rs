@@ -87,6 +87,13 @@ impl Survey {
         found.map(|(uid, found)| (uid.clone(), found.clone())).collect()
     }
 
+    /// Returns the sources' definitions of these pods, by UID.
+    pub(super) fn definitions(&self, found: &BTreeMap<String, Found>) -> BTreeMap<String, Pod> {
+        let definition =
+            |(uid, found): (&String, &Found)| Some((uid.clone(), self.wanted(found)?.pod.clone()));
+        found.iter().filter_map(definition).collect()
+    }
+
     fn wanted(&self, found: &Found) -> Option<Wanted<'_>> {
         let name = PodName { namespace: found.namespace.clone(), name: found.name.clone() };
         let of_api = self.assigned.get(&found.uid);

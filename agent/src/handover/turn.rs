@@ -16,6 +16,7 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_handover::found;
 use beelet_policy::handover::{Found, loss};
+use k8s_openapi::api::core::v1::Pod;
 
 use super::{
     args::{Agent, HandoverArgs, of_kubelet},
@@ -40,6 +41,8 @@ pub(super) struct Turn<'a> {
     pub(super) runtime: &'a Runtime,
     /// The pods that must run on, by UID.
     pub(super) found: BTreeMap<String, Found>,
+    /// The definitions of these pods, by UID.
+    pub(super) pods: BTreeMap<String, Pod>,
 }
 
 impl Turn<'_> {
@@ -111,7 +114,7 @@ impl Turn<'_> {
         let (began, mut settled) = (Instant::now(), None::<Instant>);
         loop {
             // The runtime may restart in between.
-            let missing = match found::read(self.runtime).await {
+            let missing = match found::read_after(self.runtime, &self.found).await {
                 Ok(now) => {
                     self.require_no_loss(&now)?;
                     self.missing(agent).await?
@@ -134,10 +137,12 @@ impl Turn<'_> {
 
     /// Fails if a pod does not run on.
     fn require_no_loss(&self, now: &BTreeMap<String, Found>) -> Result<()> {
-        let losses =
-            self.found.iter().filter_map(|(uid, before)| Some((before, loss(before, now.get(uid))?)));
-        match losses.into_iter().next() {
-            Some((pod, loss)) => bail!("pod {}: {loss}", name_of(pod)),
+        let lost = |(uid, before): (&String, &Found)| {
+            let loss = loss(before, now.get(uid), self.pods.get(uid)?)?;
+            Some((name_of(before), loss))
+        };
+        match self.found.iter().find_map(lost) {
+            Some((pod, loss)) => bail!("pod {pod}: {loss}"),
             None => Ok(()),
         }
     }

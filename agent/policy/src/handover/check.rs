@@ -1,13 +1,13 @@
 //! The check before a hand-over: which pods keep running under the next agent, and which would restart.
 
-use k8s_openapi::api::core::v1::{Container, Pod};
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
 use super::{
     adopt,
     found::{Found, FoundContainer, Maker, Source},
     hash::container_hash_of,
 };
-use crate::pod::is_sidecar;
+use crate::pod::{is_sidecar, restarts};
 
 /// The first minor version of Kubernetes whose kubelets digest only the name and the image of a container.
 const NAME_AND_IMAGE: u32 = 31;
@@ -82,19 +82,42 @@ pub enum Loss {
     Container(String),
 }
 
-/// Compares a pod with its state before the hand-over. Returns the first loss.
+/// Compares a pod with its state before the hand-over. `pod` is the definition of its source. Returns the
+/// first loss. The success of a container that no agent restarts does not count, nor does the end of a pod
+/// that was being deleted.
 #[must_use]
-pub fn loss(before: &Found, now: Option<&Found>) -> Option<Loss> {
+pub fn loss(before: &Found, now: Option<&Found>, pod: &Pod) -> Option<Loss> {
+    if pod.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
     let Some(now) = now else { return Some(Loss::Pod) };
+    // An agent stops the sandbox and the sidecars of a pod that is complete.
+    let is_complete = is_complete(now, pod);
     let is_ready = |pod: &Found| pod.sandboxes.iter().any(|sandbox| sandbox.ready);
-    if is_ready(before) && !is_ready(now) {
+    if is_ready(before) && !is_ready(now) && !is_complete {
         return Some(Loss::Sandbox);
     }
-    let runs_on = |one: &FoundContainer| {
-        now.containers.iter().any(|c| c.running && (&c.name, c.attempt) == (&one.name, one.attempt))
+    let is_regular = |one: &FoundContainer| {
+        let has_succeeded = now.instance(one).is_some_and(|one| one.exit_code == Some(0));
+        let ends = |spec: &PodSpec| {
+            let main = spec.containers.iter().find(|main| main.name == one.name);
+            let init = spec.init_containers.iter().flatten().find(|init| init.name == one.name);
+            has_succeeded && main.is_some_and(|main| !restarts(spec, main, 0))
+                || init.is_some_and(|init| if is_sidecar(init) { is_complete } else { has_succeeded })
+        };
+        pod.spec.as_ref().is_some_and(ends)
     };
-    let lost = before.containers.iter().find(|one| one.running && !runs_on(one));
-    lost.map(|one| Loss::Container(one.name.clone()))
+    let mut ended = before.containers.iter().filter(|one| one.running && !now.runs_on(one));
+    ended.find(|one| !is_regular(one)).map(|one| Loss::Container(one.name.clone()))
+}
+
+/// Returns true if all of the pod's own containers ended, and none of them restarts.
+fn is_complete(now: &Found, pod: &Pod) -> bool {
+    let Some(spec) = &pod.spec else { return false };
+    spec.containers.iter().all(|main| {
+        let ended = newest(now, &main.name).filter(|made| !made.running);
+        ended.and_then(|made| made.exit_code).is_some_and(|code| !restarts(spec, main, code))
+    })
 }
 
 /// Reason for a restart.

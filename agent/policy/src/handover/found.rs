@@ -77,6 +77,8 @@ pub struct FoundContainer {
     pub maker: Maker,
     /// Digest of the container's definition, as the annotation has it.
     pub hash: Option<String>,
+    /// Exit code of a container that ended, if the reader requested it.
+    pub exit_code: Option<i32>,
 }
 
 impl Found {
@@ -91,6 +93,17 @@ impl Found {
     #[must_use]
     pub fn newest_sandbox(&self) -> Option<i64> {
         self.sandboxes.iter().map(|sandbox| sandbox.created_at).max()
+    }
+
+    /// Returns true if this instance of a container runs.
+    #[must_use]
+    pub fn runs_on(&self, instance: &FoundContainer) -> bool {
+        self.instance(instance).is_some_and(|one| one.running)
+    }
+
+    /// Returns the same instance of a container, if the pod still has it.
+    pub(super) fn instance(&self, of: &FoundContainer) -> Option<&FoundContainer> {
+        self.containers.iter().find(|one| (&one.name, one.attempt) == (&of.name, of.attempt))
     }
 
     /// Returns true if a sandbox is ready or a container runs.

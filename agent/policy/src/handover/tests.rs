@@ -13,7 +13,14 @@ fn sandbox(maker: Maker) -> FoundSandbox {
 }
 
 fn container(name: &str, maker: Maker, hash: &str) -> FoundContainer {
-    FoundContainer { name: name.to_owned(), attempt: 0, running: true, maker, hash: Some(hash.to_owned()) }
+    FoundContainer {
+        name: name.to_owned(),
+        attempt: 0,
+        running: true,
+        maker,
+        hash: Some(hash.to_owned()),
+        exit_code: None,
+    }
 }
 
 fn found(source: Source, sandboxes: &[Maker], containers: &[FoundContainer]) -> Found {
@@ -179,7 +186,8 @@ fn a_container_that_does_not_run_on_is_a_loss() {
     use Maker::Kubelet;
     let (a, b) = (container("a", Kubelet, "1"), container("b", Kubelet, "1"));
     let before = found(Source::Api, &[Kubelet], &[a.clone(), b.clone()]);
-    let check = |now: Option<&Found>, expected: Option<Loss>| assert_eq!(loss(&before, now), expected);
+    let pod = pod(json!([{"name": "a", "image": "x:1"}, {"name": "b", "image": "x:1"}]));
+    let check = |now: Option<&Found>, expected: Option<Loss>| assert_eq!(loss(&before, now, &pod), expected);
     check(Some(&before), None);
     check(None, Some(Loss::Pod));
     let again = FoundContainer { attempt: 1, ..b.clone() };
@@ -189,6 +197,44 @@ fn a_container_that_does_not_run_on_is_a_loss() {
     check(Some(&now), Some(Loss::Container("b".to_owned())));
     now.sandboxes.clear();
     check(Some(&now), Some(Loss::Sandbox));
+}
+
+#[test]
+fn a_success_that_ends_a_container_for_good_and_a_deletion_are_no_losses() {
+    use Maker::Kubelet;
+    let running = ["a", "b", "side"].map(|name| container(name, Kubelet, "1"));
+    let before = found(Source::Api, &[Kubelet], &running);
+    let mut pod = pod(json!([{"name": "a", "image": "x:1"}, {"name": "b", "image": "x:1"}]));
+    let spec = pod.spec.as_mut().unwrap();
+    let sidecar = json!([{"name": "side", "restartPolicy": "Always"}]);
+    spec.init_containers = serde_json::from_value(sidecar).unwrap();
+    let after = |codes: [Option<i32>; 3], ready: bool| {
+        let of = |(one, code): (&FoundContainer, Option<i32>)| FoundContainer {
+            running: code.is_none(),
+            exit_code: code,
+            ..one.clone()
+        };
+        let containers: Vec<_> = running.iter().zip(codes).map(of).collect();
+        let mut now = found(Source::Api, &[Kubelet], &containers);
+        now.sandboxes.iter_mut().for_each(|sandbox| sandbox.ready = ready);
+        now
+    };
+    let of = |name: &str| Some(Loss::Container(name.to_owned()));
+    let mut check = |policy: &str, codes, ready, expected: Option<Loss>| {
+        pod.spec.as_mut().unwrap().restart_policy = Some(policy.to_owned());
+        assert_eq!(loss(&before, Some(&after(codes, ready)), &pod), expected, "{policy} {codes:?} {ready}");
+    };
+    for policy in ["Never", "OnFailure"] {
+        check(policy, [Some(0), None, None], true, None);
+        check(policy, [Some(1), None, None], true, of("a"));
+        check(policy, [Some(0), None, Some(143)], true, of("side"));
+        check(policy, [Some(0), Some(0), Some(143)], true, None);
+        check(policy, [Some(0), Some(0), Some(143)], false, None);
+        check(policy, [Some(0), None, None], false, Some(Loss::Sandbox));
+    }
+    check("Always", [Some(0), None, None], true, of("a"));
+    pod.metadata.deletion_timestamp = serde_json::from_value(json!("2026-01-01T00:00:00Z")).unwrap();
+    assert_eq!(loss(&before, None, &pod), None);
 }
 
 fn makers() -> impl Strategy<Value = Vec<Maker>> {
