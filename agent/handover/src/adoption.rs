@@ -11,7 +11,7 @@ use std::{
 use beelet_base::blocking::blocking;
 use beelet_cri::Runtime;
 use beelet_model::table::PodName;
-use beelet_policy::handover::{Adoption, Found, LeftAlone, Sources, adoption};
+use beelet_policy::handover::{Adoption, Found, LeftAlone, Maker, Sources, adoption};
 use beelet_state::{Loaded, State, StateError};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
@@ -73,9 +73,7 @@ pub async fn adopt(
     sources: Sources,
 ) -> Result<Adopted, Error> {
     let (known, is_lost) = load(state).await?;
-    // A damaged record shows that pods were adopted.
-    let requested = requested || is_lost;
-    let found = if requested || !known.pods.is_empty() {
+    let found = if requested || is_lost || !known.pods.is_empty() {
         found::read(runtime).await?
     } else if look {
         match timeout(LOOKING, found::read(runtime)).await {
@@ -86,12 +84,11 @@ pub async fn adopt(
     } else {
         return Ok(Adopted::default());
     };
-    let decided = decide(&found, &known, requested, sources)?;
-    let new = decided.pods.keys().filter(|uid| !known.pods.contains_key(*uid)).count();
-    let pods: BTreeSet<String> = decided.pods.keys().cloned().collect();
-    if decided != known {
+    let Decided { record, pods } = decide(&found, &known, (requested, is_lost), sources)?;
+    let new = pods.iter().filter(|uid| !known.pods.contains_key(*uid)).count();
+    if record != known {
         let state = Arc::clone(state);
-        blocking("recording the adopted pods", move || state.store(NAME, &decided)).await?;
+        blocking("recording the adopted pods", move || state.store(NAME, &record)).await?;
     }
     runtime.sandboxes.adopt(pods.clone());
     Ok(Adopted { pods, new })
@@ -110,34 +107,56 @@ async fn load(state: &Arc<State>) -> Result<(Record, bool), Error> {
         Loaded::Value { value, .. } => (value, false),
         Loaded::Absent => (Record::default(), false),
         Loaded::Quarantined { moved_to, reason } => {
-            warn!(?moved_to, %reason, "the record of adopted pods was damaged: adopting the pods again");
+            warn!(
+                ?moved_to,
+                %reason,
+                "the record of adopted pods was damaged; start beelet with --adopt to take these pods over again"
+            );
             (Record::default(), true)
         }
     })
 }
 
-/// Decides on each pod, and logs the decision. Returns the adopted pods that still exist.
+/// Decisions about all pods.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Decided {
+    /// The adopted pods that still exist, also those without a source at this start.
+    record: Record,
+    /// UIDs of the pods that the agent takes over at this start.
+    pods: BTreeSet<String>,
+}
+
+/// Decides on each pod, and logs the decision. With a damaged record (`is_lost`), the agent's own part of a
+/// pod proves that the agent had the pod.
 fn decide(
     found: &BTreeMap<String, Found>,
     known: &Record,
-    requested: bool,
+    (requested, is_lost): (bool, bool),
     sources: Sources,
-) -> Result<Record, Error> {
-    let (mut record, mut divided, mut untouched) = (Record::default(), Vec::new(), 0_usize);
+) -> Result<Decided, Error> {
+    let (mut decided, mut divided, mut untouched) = (Decided::default(), Vec::new(), 0_usize);
     for (uid, pod) in found {
         let name = PodName { namespace: pod.namespace.clone(), name: pod.name.clone() };
         let is_known = known.pods.contains_key(uid);
-        match adoption(pod, requested || is_known, sources) {
+        let is_proven = is_lost && pod.has_any_of(Maker::Beelet);
+        match adoption(pod, requested || is_known || is_proven, sources) {
             Adoption::Own => {}
             Adoption::Adopted => {
                 if !is_known {
                     let running = pod.containers.iter().filter(|container| container.running).count();
                     info!(pod = %name, uid, running, "adopting the pod of a kubelet");
                 }
-                record.pods.insert(uid.clone(), name);
+                decided.pods.insert(uid.clone());
+                decided.record.pods.insert(uid.clone(), name);
             }
             Adoption::LeftAlone(LeftAlone::NotRequested) => untouched = untouched.saturating_add(1),
-            Adoption::LeftAlone(why) => warn!(pod = %name, uid, "leaving the pod of a kubelet alone: {why}"),
+            Adoption::LeftAlone(why) => {
+                warn!(pod = %name, uid, "leaving the pod of a kubelet alone: {why}");
+                // The next start may have the source again.
+                if is_known {
+                    decided.record.pods.insert(uid.clone(), name);
+                }
+            }
             Adoption::Divided => divided.push(name.to_string()),
         }
     }
@@ -147,12 +166,12 @@ fn decide(
             "the runtime has pods of a kubelet, which stay untouched; start beelet with --adopt to take them over"
         );
     }
-    if divided.is_empty() { Ok(record) } else { Err(Error::Divided { pods: divided.join(", ") }) }
+    if divided.is_empty() { Ok(decided) } else { Err(Error::Divided { pods: divided.join(", ") }) }
 }
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::handover::{FoundContainer, FoundSandbox, Maker, Source};
+    use beelet_policy::handover::{FoundContainer, FoundSandbox, Source};
 
     use super::*;
 
@@ -179,6 +198,15 @@ mod tests {
         (uid.to_owned(), found)
     }
 
+    fn uids(all: &[&str]) -> BTreeSet<String> {
+        all.iter().map(|uid| (*uid).to_owned()).collect()
+    }
+
+    fn record(all: &[&str]) -> Record {
+        let name = |uid: &str| PodName { namespace: "default".to_owned(), name: format!("pod-{uid}") };
+        Record { pods: all.iter().map(|uid| ((*uid).to_owned(), name(uid))).collect() }
+    }
+
     #[test]
     fn pods_adopted_earlier_stay_adopted_and_removed_ones_are_forgotten() {
         let found = BTreeMap::from([
@@ -186,17 +214,9 @@ mod tests {
             pod("b", Source::Api, &[Maker::Kubelet]),
             pod("own", Source::Unnamed, &[Maker::Beelet]),
         ]);
-        let record = |uids: &[&str]| Record {
-            pods: uids
-                .iter()
-                .map(|uid| {
-                    let name = PodName { namespace: "default".to_owned(), name: format!("pod-{uid}") };
-                    ((*uid).to_owned(), name)
-                })
-                .collect(),
-        };
         let check = |known: &[&str], requested, expected: &[&str]| {
-            assert_eq!(decide(&found, &record(known), requested, ALL).unwrap(), record(expected));
+            let decided = decide(&found, &record(known), (requested, false), ALL).unwrap();
+            assert_eq!(decided, Decided { record: record(expected), pods: uids(expected) });
         };
         check(&[], false, &[]);
         check(&[], true, &["a", "b"]);
@@ -204,10 +224,41 @@ mod tests {
     }
 
     #[test]
+    fn a_known_pod_without_its_source_stays_in_the_record() {
+        let found = BTreeMap::from([
+            pod("a", Source::Api, &[Maker::Kubelet]),
+            pod("f", Source::File, &[Maker::Kubelet]),
+        ]);
+        let check = |sources, expected: &[&str]| {
+            let known = record(&["a", "f", "gone"]);
+            let decided = decide(&found, &known, (false, false), sources).unwrap();
+            assert_eq!(decided, Decided { record: record(&["a", "f"]), pods: uids(expected) });
+        };
+        check(Sources { api: false, manifests: true }, &["f"]);
+        check(Sources { api: true, manifests: false }, &["a"]);
+        check(ALL, &["a", "f"]);
+    }
+
+    #[test]
+    fn a_damaged_record_adopts_only_the_pods_with_own_parts() {
+        let found = BTreeMap::from([
+            pod("a", Source::Api, &[Maker::Kubelet]),
+            pod("b", Source::Api, &[Maker::Kubelet, Maker::Beelet]),
+        ]);
+        let check = |requested, expected: &[&str]| {
+            let decided = decide(&found, &Record::default(), (requested, true), ALL).unwrap();
+            assert_eq!(decided.pods, uids(expected));
+        };
+        check(false, &["b"]);
+        check(true, &["a", "b"]);
+    }
+
+    #[test]
     fn a_kubelets_container_in_an_own_sandbox_needs_a_request() {
         let found = BTreeMap::from([pod("a", Source::Unnamed, &[Maker::Beelet, Maker::Kubelet])]);
-        let error = decide(&found, &Record::default(), false, ALL).unwrap_err().to_string();
+        let decide = |requested| decide(&found, &Record::default(), (requested, false), ALL);
+        let error = decide(false).unwrap_err().to_string();
         assert!(error.contains("default/pod-a") && error.contains("--adopt"), "{error}");
-        assert_eq!(decide(&found, &Record::default(), true, ALL).unwrap().pods.len(), 1);
+        assert_eq!(decide(true).unwrap().pods.len(), 1);
     }
 }
