@@ -10,8 +10,8 @@ use std::{
 
 use beelet_base::blocking::blocking;
 use beelet_cri::Runtime;
-use beelet_model::table::PodName;
-use beelet_policy::handover::{Adoption, Found, LeftAlone, Maker, Sources, adoption};
+use beelet_model::{origin::Origin, table::PodName};
+use beelet_policy::handover::{Adoption, Found, LeftAlone, Maker, Source, Sources, adoption};
 use beelet_state::{Loaded, State, StateError};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
@@ -51,6 +51,8 @@ pub struct Adopted {
     pub pods: BTreeSet<String>,
     /// Number of pods that this start has adopted.
     pub new: usize,
+    /// The running pods of a kubelet that the agent leaves alone, by UID.
+    pub left_alone: BTreeMap<String, (PodName, Origin)>,
 }
 
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,14 +86,14 @@ pub async fn adopt(
     } else {
         return Ok(Adopted::default());
     };
-    let Decided { record, pods } = decide(&found, &known, (requested, is_lost), sources)?;
+    let Decided { record, pods, left_alone } = decide(&found, &known, (requested, is_lost), sources)?;
     let new = pods.iter().filter(|uid| !known.pods.contains_key(*uid)).count();
     if record != known {
         let state = Arc::clone(state);
         blocking("recording the adopted pods", move || state.store(NAME, &record)).await?;
     }
     runtime.sandboxes.adopt(pods.clone());
-    Ok(Adopted { pods, new })
+    Ok(Adopted { pods, new, left_alone })
 }
 
 fn unknown(error: &dyn std::fmt::Display) -> Adopted {
@@ -124,6 +126,8 @@ struct Decided {
     record: Record,
     /// UIDs of the pods that the agent takes over at this start.
     pods: BTreeSet<String>,
+    /// See [`Adopted::left_alone`].
+    left_alone: BTreeMap<String, (PodName, Origin)>,
 }
 
 /// Decides on each pod, and logs the decision. With a damaged record (`is_lost`), the agent's own part of a
@@ -139,7 +143,12 @@ fn decide(
         let name = PodName { namespace: pod.namespace.clone(), name: pod.name.clone() };
         let is_known = known.pods.contains_key(uid);
         let is_proven = is_lost && pod.has_any_of(Maker::Beelet);
-        match adoption(pod, requested || is_known || is_proven, sources) {
+        let adoption = adoption(pod, requested || is_known || is_proven, sources);
+        if matches!(adoption, Adoption::LeftAlone(_)) && pod.runs() {
+            let origin = if pod.source == Source::Api { Origin::Api } else { Origin::File };
+            decided.left_alone.insert(uid.clone(), (name.clone(), origin));
+        }
+        match adoption {
             Adoption::Own => {}
             Adoption::Adopted => {
                 if !is_known {
@@ -171,7 +180,7 @@ fn decide(
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::handover::{FoundContainer, FoundSandbox, Source};
+    use beelet_policy::handover::{FoundContainer, FoundSandbox};
 
     use super::*;
 
@@ -216,7 +225,10 @@ mod tests {
         ]);
         let check = |known: &[&str], requested, expected: &[&str]| {
             let decided = decide(&found, &record(known), (requested, false), ALL).unwrap();
-            assert_eq!(decided, Decided { record: record(expected), pods: uids(expected) });
+            assert_eq!((decided.record, decided.pods), (record(expected), uids(expected)));
+            let left_alone: Vec<_> = decided.left_alone.into_keys().collect();
+            let others: Vec<_> = ["a", "b"].into_iter().filter(|uid| !expected.contains(uid)).collect();
+            assert_eq!(left_alone, others);
         };
         check(&[], false, &[]);
         check(&[], true, &["a", "b"]);
@@ -232,7 +244,7 @@ mod tests {
         let check = |sources, expected: &[&str]| {
             let known = record(&["a", "f", "gone"]);
             let decided = decide(&found, &known, (false, false), sources).unwrap();
-            assert_eq!(decided, Decided { record: record(&["a", "f"]), pods: uids(expected) });
+            assert_eq!((decided.record, decided.pods), (record(&["a", "f"]), uids(expected)));
         };
         check(Sources { api: false, manifests: true }, &["f"]);
         check(Sources { api: true, manifests: false }, &["a"]);

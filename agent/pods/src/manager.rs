@@ -23,9 +23,10 @@ use beelet_devices::Active;
 use beelet_model::{
     desired::Desired,
     objects::Objects,
+    origin::Origin,
     processes,
     request::{Listed, Request, RuntimePod},
-    table::{Complete, PodTable},
+    table::{Complete, PodName, PodTable},
 };
 
 mod active;
@@ -50,6 +51,7 @@ mod totals;
 
 use self::{
     active::DeviceNews,
+    adopted::LeftAlone,
     managed::Managed,
     pods::{Due, Outputs, Pods},
     totals::Totals,
@@ -87,6 +89,8 @@ pub struct Dependencies {
     /// Times of the last change of manifests, by path, in nanoseconds since the epoch, as of the agent's
     /// start. Empty unless the agent has adopted pods.
     pub manifest_changes: BTreeMap<PathBuf, i64>,
+    /// The running pods of a kubelet that the agent leaves alone, by UID, as of the agent's start.
+    pub left_alone: BTreeMap<String, (PodName, Origin)>,
 }
 
 /// Owns every pod's desired and observed state; runs as one task.
@@ -98,6 +102,8 @@ pub struct Manager {
     stop_pods_on_exit: bool,
     /// See [`Dependencies::manifest_changes`].
     manifest_changes: BTreeMap<PathBuf, i64>,
+    /// See [`Dependencies::left_alone`].
+    left_alone: LeftAlone,
     /// Services of the workers.
     services: Arc<Services>,
     pods: Pods,
@@ -145,6 +151,7 @@ impl Manager {
             requests,
             complete: dependencies.complete,
             manifest_changes: dependencies.manifest_changes,
+            left_alone: LeftAlone::new(dependencies.left_alone),
             stop_pods_on_exit: dependencies.stop_pods_on_exit,
             services: Arc::new(Services::new(&pods.deps)),
             runtime: None,

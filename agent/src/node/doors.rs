@@ -16,6 +16,8 @@ pub struct Doors {
     /// The container runtime, driven by this agent alone. If None, the agent acquires the runtime's lock
     /// itself.
     pub runtime: Option<Runtime>,
+    /// True to search a `runtime` from here for the pods of a kubelet, as the agent searches its own.
+    pub search_kubelet: bool,
     /// The cgroup tree.
     pub cgroups: Option<Arc<Cgroups>>,
     /// The machine's size and address.
@@ -40,6 +42,7 @@ impl Default for Doors {
     fn default() -> Self {
         Self {
             runtime: None,
+            search_kubelet: false,
             cgroups: None,
             machine: None,
             checkpoint: None,

@@ -33,7 +33,9 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_handover::{adoption, manifest_changes};
-use beelet_model::{desired::Desired, pod::NodeFacts, processes::Shared as Processes};
+use beelet_model::{
+    desired::Desired, origin::Origin, pod::NodeFacts, processes::Shared as Processes, table::PodName,
+};
 use beelet_pinning::Pinning;
 use beelet_pods::{
     deps as pods,
@@ -61,7 +63,12 @@ struct Inputs {
     attached: Vec<Attached>,
     /// See [`manager::Dependencies::manifest_changes`].
     manifest_changes: BTreeMap<PathBuf, i64>,
+    /// See [`manager::Dependencies::left_alone`].
+    left_alone: LeftAlone,
 }
+
+/// Pods of a kubelet that the agent leaves alone, by UID.
+type LeftAlone = BTreeMap<String, (PodName, Origin)>;
 
 impl Builder {
     /// Runs the pods of a node until `shutdown`.
@@ -81,6 +88,7 @@ impl Builder {
             }
         }
         let cgroups = open_cgroups(&doors, &config)?;
+        let search = doors.search_kubelet;
         let (services, ends) = Services::open(config, doors, (state, runtime), api_server).await?;
         let late = Late::default();
         let mut frame = Frame::new(&shutdown);
@@ -92,8 +100,9 @@ impl Builder {
             if let Some(ownership) = &ownership {
                 refuse_others(ownership, &services).await?;
             }
-            let manifest_changes = adopt(&services, ownership.is_some(), !sources.is_empty()).await?;
-            let inputs = Inputs { ends, sources, attached, manifest_changes };
+            let look = ownership.is_some() || search;
+            let (manifest_changes, left_alone) = adopt(&services, look, !sources.is_empty()).await?;
+            let inputs = Inputs { ends, sources, attached, manifest_changes, left_alone };
             let node = Node::open(services, late, cgroups, version).await?;
             run_parts(node, inputs, &frame.failures, shutdown).await
         };
@@ -182,8 +191,8 @@ async fn refuse_others(ownership: &Ownership, services: &Services) -> Result<()>
 }
 
 /// Adopts the pods of a kubelet, if requested. Returns the times of the last change of the manifests if any
-/// pod is adopted. `look` is true to search for a kubelet's pods without a request.
-async fn adopt(services: &Services, look: bool, api: bool) -> Result<BTreeMap<PathBuf, i64>> {
+/// pod is adopted, and the pods left alone. `look` is true to search for a kubelet's pods without a request.
+async fn adopt(services: &Services, look: bool, api: bool) -> Result<(BTreeMap<PathBuf, i64>, LeftAlone)> {
     let config = &services.config;
     let sources = handover::Sources { api, manifests: config.static_pod_path.is_some() };
     let how = (config.beelet.adopt_kubelet_pods, look);
@@ -192,10 +201,11 @@ async fn adopt(services: &Services, look: bool, api: bool) -> Result<BTreeMap<Pa
         let message = format!("Took over {} pods that a kubelet had started", adopted.new);
         services.node_events().normal("PodsAdopted", &message);
     }
-    match config.static_pod_path.clone().filter(|_| !adopted.pods.is_empty()) {
-        Some(at) => Ok(blocking("looking at the manifests", move || manifest_changes(&at)).await),
-        None => Ok(BTreeMap::new()),
-    }
+    let changes = match config.static_pod_path.clone().filter(|_| !adopted.pods.is_empty()) {
+        Some(at) => blocking("looking at the manifests", move || manifest_changes(&at)).await,
+        None => BTreeMap::new(),
+    };
+    Ok((changes, adopted.left_alone))
 }
 
 /// Connects the parts of `node` and runs them until `shutdown`.
@@ -256,6 +266,7 @@ async fn run_parts(
         stop_pods_on_exit: services.config.beelet.stop_pods_on_exit,
         complete: Arc::clone(&services.complete),
         manifest_changes: inputs.manifest_changes,
+        left_alone: inputs.left_alone,
     });
     for (name, part) in device_tasks.named(&working) {
         tasks.spawn(name, part);

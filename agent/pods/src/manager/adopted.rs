@@ -3,22 +3,62 @@
 //! and from then on by the hash that the agent itself derives.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
 };
 
 use beelet_model::{
     labels::{ANNOTATION_HASH, MANIFEST_HASH},
+    origin::Origin,
     request::RuntimePod,
     table::PodName,
 };
 use beelet_policy::handover::is_same_manifest;
 use k8s_openapi::api::core::v1 as core;
+use tracing::warn;
 
 use super::{
     managed::{hash_of, manifest_hash_of, manifest_of},
     pods::Pods,
 };
+
+/// Running pods of a kubelet that the agent leaves alone. A second instance would write to the same volumes.
+#[derive(Debug, Default)]
+pub(super) struct LeftAlone {
+    /// Name and source by UID.
+    pods: BTreeMap<String, (PodName, Origin)>,
+    /// UIDs of desired pods with a logged warning.
+    logged: BTreeSet<String>,
+}
+
+impl LeftAlone {
+    pub(super) fn new(pods: BTreeMap<String, (PodName, Origin)>) -> Self {
+        Self { pods, logged: BTreeSet::new() }
+    }
+
+    /// Returns true if the pod with this UID is left alone.
+    pub(super) fn has(&self, uid: &str) -> bool {
+        self.pods.contains_key(uid)
+    }
+
+    /// Returns true if the desired `pod` runs in containers of a kubelet, and logs a warning once. A kubelet
+    /// derives another UID for a static pod, which the name identifies.
+    pub(super) fn blocks(&mut self, uid: &str, pod: &core::Pod) -> bool {
+        let name = PodName::of(pod);
+        let is_same = |(other, origin): &(PodName, Origin)| !origin.is_api() && *other == name;
+        let is_static = !Origin::of(pod).is_api();
+        let blocks = self.has(uid) || is_static && self.pods.values().any(is_same);
+        if blocks && self.logged.insert(uid.to_owned()) {
+            warn!(
+                pod = %name,
+                uid,
+                "the pod runs in containers of a kubelet, so the agent does not start it; start beelet with --adopt \
+                 to take it over"
+            );
+        }
+        blocks
+    }
+}
 
 /// Returns true if a kubelet may have started the pod with this UID.
 pub(super) fn is_adopted(pods: &Pods, in_runtime: &BTreeMap<String, RuntimePod>, uid: &str) -> bool {

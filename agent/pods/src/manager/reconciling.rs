@@ -57,6 +57,10 @@ impl Manager {
         // Running pods reserve their resources before any new pod requests some.
         wanted.iter().for_each(|(uid, pod)| adopt(&self.pods, &self.present, uid, pod));
         for (uid, orphan) in in_runtime.iter() {
+            // A record remains of a pod that the agent had adopted and now leaves alone.
+            if self.left_alone.has(uid) {
+                continue;
+            }
             // A manifest may set the UID, and keep it when other fields change.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
                 Origin::of(pod).is_api()
@@ -150,6 +154,10 @@ impl Manager {
             let name = PodName::of(&pod);
             // An old pod of the same name must be removed first: both may use the same ports and files.
             if names.contains(&name) {
+                continue;
+            }
+            // A static pod of the agent's own may run beside that of a kubelet.
+            if !self.present.contains(&uid) && self.left_alone.blocks(&uid, &pod) {
                 continue;
             }
             if by_name.get(&name).is_some_and(|uids| uids.iter().any(|other| **other != uid)) {

@@ -205,8 +205,19 @@ async fn adopted_pods_are_the_agents_after_a_kill_at_any_moment_and_without_a_ne
 #[tokio::test]
 async fn without_a_request_a_kubelets_pod_is_never_touched() {
     let (mut node, _source) = node_after_kubelet(Settings::default());
+    node.search_kubelet = true;
+    // The kubelet's static pod has another UID than the agent derives.
+    let kubelets = Kubelets { uid: STATIC_UID, name: "web-n1", source: "file", age: 0 };
+    kubelets.sandbox(&node.cri);
+    kubelets.container(&node.cri, "main", 1, None);
+    node.apply(&pod("web"));
+    // Of the manifests, only this pod is new.
+    node.apply(&pod("new"));
     node.start().await;
+    node.until_ready("new").await;
     node.until_relisted().await;
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1, "{}", node.cri.transcript());
+    assert_eq!((node.containers("api"), node.containers("web").as_str()), (RUNNING.to_owned(), "main/1+"));
     let touched = |asked: &Asked| format!("{asked:?}").contains("api-n1-");
     assert!(!node.cri.calls().iter().any(|call| touched(&call.asked)), "{}", node.cri.transcript());
 }

@@ -93,6 +93,8 @@ pub(crate) struct Node {
     pub(crate) sources: Vec<watch::Receiver<Arc<Desired>>>,
     /// HTTPS server of the node, and the reviewers that authorize its clients.
     pub(crate) server: Option<(Server, Reviewers)>,
+    /// True if the agent searches for the pods of a kubelet without a request.
+    pub(crate) search_kubelet: bool,
     /// Available bytes of memory, as eviction reads them.
     memory_available: Arc<Mutex<u64>>,
     agent: Option<Agent>,
@@ -145,7 +147,17 @@ impl Node {
         let checkpoint = beelet_devices::Settings::new(dir.path().join("kubelet")).checkpoint();
         let store = Arc::new(TestStore::new(checkpoint));
         let memory_available = Arc::new(Mutex::new(MEMORY / 2));
-        Node { cri, settings, store, sources: Vec::new(), server: None, memory_available, agent: None, dir }
+        Node {
+            cri,
+            settings,
+            store,
+            sources: Vec::new(),
+            server: None,
+            search_kubelet: false,
+            memory_available,
+            agent: None,
+            dir,
+        }
     }
 
     /// Creates a node with these manifests and starts its agent.
@@ -241,6 +253,7 @@ impl Node {
         };
         Doors {
             runtime: Some(Runtime::new(&self.cri.endpoint(), self.settings.request_timeout).unwrap()),
+            search_kubelet: self.search_kubelet,
             cgroups: Some(cgroups(self.dir.path(), self.settings.topology.is_some())),
             machine: Some(Machine {
                 cpus: 4,
