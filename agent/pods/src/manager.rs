@@ -100,7 +100,8 @@ pub struct Manager {
     requests: mpsc::Receiver<Request>,
     complete: Complete,
     stop_pods_on_exit: bool,
-    /// See [`Dependencies::manifest_changes`].
+    /// See [`Dependencies::manifest_changes`]. Without the manifests that may have changed since, and those
+    /// whose pods have workers.
     manifest_changes: BTreeMap<PathBuf, i64>,
     /// See [`Dependencies::left_alone`].
     left_alone: LeftAlone,

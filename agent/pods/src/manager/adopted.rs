@@ -87,15 +87,16 @@ pub(super) fn of_manifest(
         let recorded = pods.records.get(known).and_then(|record| record.origin.manifest_hash);
         match recorded.as_ref().or(seen.manifest_hash.as_ref()) {
             Some(recorded) => *recorded == hash,
-            None => seen.adopted.is_some_and(|created| is_unchanged(changes, manifest_of(pod), created)),
+            None => seen
+                .adopted
+                .is_some_and(|created| is_unchanged(changes, manifest_of(pod).as_deref(), created)),
         }
     })?;
     Some((known.clone(), identified_as(pod, hash, known, seen.hash.clone())))
 }
 
-fn is_unchanged(changes: &BTreeMap<PathBuf, i64>, manifest: Option<PathBuf>, created: i64) -> bool {
-    let changed = |manifest: &Path| changes.get(manifest).copied();
-    is_same_manifest(manifest.as_deref().and_then(changed), created)
+fn is_unchanged(changes: &BTreeMap<PathBuf, i64>, manifest: Option<&Path>, created: i64) -> bool {
+    is_same_manifest(manifest.and_then(|manifest| changes.get(manifest).copied()), created)
 }
 
 fn identified_as(pod: &core::Pod, hash: String, known: &str, of_kubelet: Option<String>) -> core::Pod {

@@ -48,6 +48,11 @@ impl Manager {
         self.pods.due.active = true;
         self.pods.publish_rejected(&desired);
         self.notify_of_objects(&desired);
+        // A file that becomes valid later has other content than at the agent's start.
+        let rejected = desired.rejected.iter().map(|rejected| &rejected.file);
+        for file in desired.unreadable.iter().chain(rejected) {
+            self.manifest_changes.remove(file);
+        }
         // Before the first relist a running pod would appear to be stopped.
         let Some(in_runtime) = self.runtime.clone() else { return };
         let wanted = identified(&self.pods, &desired, &in_runtime, &self.manifest_changes);
@@ -87,7 +92,13 @@ impl Manager {
         }
         // After the orphans: their room must not be free for a moment before they hold it as terminating.
         self.pods.deps.admission.hold(&self.held(&wanted, &in_runtime, &desired));
+        let mut manifests = if self.manifest_changes.is_empty() { Vec::new() } else { manifests_of(&wanted) };
         self.spawn_missing(wanted, &in_runtime);
+        if !desired.folder_unread {
+            // From now on the hash in the worker's pod shows whether the manifest is the same.
+            manifests.retain(|(uid, _)| !self.pods.by_uid.contains_key(uid));
+            self.manifest_changes.retain(|file, _| manifests.iter().any(|(_, waiting)| waiting == file));
+        }
         deleting::publish_successors(&mut self.pods, &desired);
         // Resizes come after running pods have reserved their resources, and before new pods request some.
         self.pods.due.resizes = true;
@@ -254,6 +265,11 @@ impl Manager {
             self.pods.publish(&uid);
         }
     }
+}
+
+/// Returns the UIDs and the manifests of static pods.
+fn manifests_of(wanted: &BTreeMap<String, Arc<core::Pod>>) -> Vec<(String, PathBuf)> {
+    wanted.iter().filter_map(|(uid, pod)| Some((uid.clone(), manifest_of(pod)?))).collect()
 }
 
 /// Returns the desired pods by UID. A desired pod that differs from a present pod only in probes, and in

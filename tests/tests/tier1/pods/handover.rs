@@ -281,6 +281,22 @@ async fn a_static_pod_whose_manifest_changed_meanwhile_is_replaced() {
 }
 
 #[tokio::test]
+async fn a_static_pod_whose_manifest_becomes_valid_later_is_replaced() {
+    let mut node = Node::new(adopting());
+    // The file is older than the sandbox.
+    node.apply_text("web", "{");
+    let kubelets = Kubelets { uid: STATIC_UID, name: "web-n1", source: "file", age: 0 };
+    kubelets.sandbox(&node.cri);
+    kubelets.container(&node.cri, "main", 1, None);
+    node.start().await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("web"), "main/1+");
+    node.apply(&pod("web"));
+    node.until_pod("web", "to be another pod", |pod| pod.uid() != STATIC_UID && pod.ready()).await;
+    assert_eq!(node.containers("web"), "main/0+");
+}
+
+#[tokio::test]
 async fn an_adopted_pod_without_any_source_that_names_it_is_stopped_and_others_stay() {
     let (mut node, source) = node_after_kubelet(adopting());
     // The kubelet's pods of a URL are not the agent's, and those of an unreadable manifest are left alone.
