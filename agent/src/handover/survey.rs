@@ -158,10 +158,11 @@ async fn assigned(kubeconfig: &Path, config: &Config) -> Result<BTreeMap<String,
     let (client, _identity) = connect::connect(options).await?;
     let path = format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{}", config.node_name);
     let listed = client.get(&path).await.context("cannot list the pods of this node")?;
-    let items = listed.get("items").and_then(|items| items.as_array());
-    let items = items.context("the API server's answer has no list of pods")?;
+    // Go also encodes an empty list as null.
+    let items = listed.get("items").filter(|items| items.is_array() || items.is_null());
+    let items = items.context("the API server's answer has no list of pods")?.as_array();
     let mut pods = BTreeMap::new();
-    for item in items {
+    for item in items.into_iter().flatten() {
         let name = || item.pointer("/metadata/name").map(ToString::to_string).unwrap_or_default();
         let failed = || format!("cannot read pod {} of the API server's list", name());
         let pod = Pod::from_json(item.to_string().as_bytes()).with_context(failed)?;
