@@ -140,8 +140,11 @@ fn notes(argument: &Arg) -> String {
         let _ = write!(notes, " (default: `{}`)", values.join(" "));
     }
     let possible = argument.get_possible_values();
-    let possible: Vec<&str> =
-        possible.iter().filter(|one| !one.is_hide_set()).map(|one| one.get_name()).collect();
+    let possible: Vec<&str> = possible
+        .iter()
+        .filter(|one| !one.is_hide_set())
+        .map(clap::builder::PossibleValue::get_name)
+        .collect();
     if !possible.is_empty() && !argument.is_hide_possible_values_set() {
         let _ = write!(notes, " [possible values: {}]", possible.join(", "));
     }

@@ -60,8 +60,8 @@ async fn a_pod_waits_a_minute_for_the_list_of_a_source_and_no_longer() {
     settle().await;
     assert!(!waiting.is_finished());
     // A later list of the runtime does not begin the minute again.
-    tokio::time::advance(std::time::Duration::from_secs(50)).await;
+    tokio::time::advance(Duration::from_secs(50)).await;
     node.admission.hold(&[held(&plain("old", "3"), false)]);
-    tokio::time::advance(std::time::Duration::from_secs(11)).await;
+    tokio::time::advance(Duration::from_secs(11)).await;
     assert_eq!(waiting.await.unwrap(), Ok(()));
 }
