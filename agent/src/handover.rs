@@ -105,7 +105,9 @@ async fn next_of(args: &HandoverArgs, config: &Config, next: Agent) -> Result<Ne
             String::from_utf8_lossy(&ended.output).into_owned()
         }
     };
-    let minor = minor_of(&said).with_context(|| format!("{said:?} is not a version of Kubernetes"))?;
+    let minor = minor_of(&said).with_context(|| {
+        format!("the kubelet's version is {said:?}, which names no release of Kubernetes; give --kubelet-version 1.N")
+    })?;
     Ok(Next::Kubelet { minor })
 }
 

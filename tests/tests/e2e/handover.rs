@@ -176,7 +176,9 @@ impl Scene {
         let mut agent = Agent::spawn(options).unwrap();
         assert!(!agent.wait_for_exit().unwrap().success(), "beelet started beside a kubelet");
         assert!(agent.log().contains("drives the runtime"), "{}", agent.log());
-        let version = kubelet::version(binary).unwrap();
+        let said = kubelet::version(binary).unwrap();
+        // A kubelet that was built without its version says v0.0.0: the tests' own is 1.20.
+        let version = if said.contains(" v0.") { "1.20".to_owned() } else { said };
         Scene { agent, cluster, kubelet: Some(kubelet), kubeconfig, containerd, root, version }
     }
 
