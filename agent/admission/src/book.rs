@@ -14,8 +14,8 @@ use tokio::time::Instant;
 
 use super::{Held, patience};
 
-/// Time for which a new pod waits for the list of running pods' source: without its API server a node must not
-/// keep its static pods waiting for ever.
+/// Time for which a new pod waits for the list of running pods' source: without its API server a node must
+/// not keep its static pods waiting for ever.
 const LISTING: Duration = Duration::from_secs(60);
 
 /// Pod that has room.

@@ -44,8 +44,8 @@ pub(super) struct Repair {
 }
 
 impl Repair {
-    /// Returns the conditions for the measured faults and for the state of the network. Before the first
-    /// measurement there are none: a start of the agent must not end a fault of the Node for a moment.
+    /// Returns the conditions for the measured faults and for the state of the network. Empty before
+    /// the first measurement: a start of the agent must not end a fault of the Node for a moment.
     fn conditions(&self, network: Option<&str>, has_address: bool) -> Vec<core::NodeCondition> {
         let Some(mut faults) = self.faults.borrow().clone() else { return Vec::new() };
         faults.extend(repair::network(network, has_address));
