@@ -11,6 +11,7 @@ use beelet_base::blocking::blocking;
 use beelet_codec::data;
 use beelet_policy::images::credentials::{Credentials, OfPod, PullAccount, PullSecret};
 use beelet_proto::cri;
+use beelet_units::go_json;
 use k8s_openapi::api::core::v1::Secret;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -211,15 +212,7 @@ fn digest(username: &str, password: &str, email: &str) -> String {
         email: &'a str,
     }
     let json = data::to_value(&AuthConfig { username, password, email }).unwrap_or_default().to_string();
-    // Go escapes these characters for HTML.
-    let mut text = String::with_capacity(json.len());
-    for c in json.chars() {
-        match c {
-            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => text.push_str(&format!("\\u{:04x}", u32::from(c))),
-            c => text.push(c),
-        }
-    }
-    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(go_json::escaped(&json)).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {

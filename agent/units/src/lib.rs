@@ -15,6 +15,7 @@ pub mod cpu_list;
 pub mod duration;
 pub mod field;
 pub mod fs_usage;
+pub mod go_json;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod moment;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]

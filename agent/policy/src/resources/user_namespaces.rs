@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use crate::devices::checkpoint::fnv1a;
+
 /// Unit of a range's length (`userNsUnitLength`): 16 bits of ids, the minimum in POSIX.
 pub const UNIT: u32 = 65_536;
 
@@ -118,9 +120,7 @@ impl IdPool {
     #[must_use]
     pub fn choose(&self, uid: &str, taken: &[IdRange]) -> Option<IdRange> {
         // FNV-1a suffices to scatter the UIDs.
-        let hash =
-            uid.bytes().fold(0x811c_9dc5_u32, |hash, b| (hash ^ u32::from(b)).wrapping_mul(0x0100_0193));
-        let start = hash.checked_rem(self.ranges)?;
+        let start = fnv1a(uid).checked_rem(self.ranges)?;
         let first = |index: u32| self.first.saturating_add(index.saturating_mul(self.per_pod));
         let range = |index: u32| IdRange { first: first(index), length: self.per_pod };
         (start..self.ranges)
