@@ -183,15 +183,5 @@ fn linked(name: &str) -> String {
 
 #[test]
 fn the_api_page_is_what_the_proto_files_say() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/api.md");
-    let page = page();
-    if std::env::var_os("BEELET_BLESS").is_some() {
-        std::fs::write(&path, &page).unwrap();
-    }
-    let written = std::fs::read_to_string(&path).unwrap_or_default();
-    let new: Vec<&str> = page.lines().filter(|line| !written.contains(line)).collect();
-    assert!(
-        page == written,
-        "docs/api.md is outdated; run `BEELET_BLESS=1 cargo test -p beelet-proto --test api_page`\nmissing: {new:#?}"
-    );
+    beelet_testing::page::check("docs/api.md", &page(), "cargo test -p beelet-proto --test api_page");
 }

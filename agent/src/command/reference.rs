@@ -2,7 +2,6 @@
 //! `BEELET_BLESS=1 cargo test -p beelet --lib cli_page` writes the page.
 
 use std::fmt::Write as _;
-use std::path::Path;
 
 use clap::{Arg, Command, CommandFactory as _};
 
@@ -158,18 +157,7 @@ fn cell(text: &str) -> String {
 
 #[test]
 fn the_cli_page_is_what_the_code_says() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/cli.md");
-    let page = page();
-    if std::env::var_os("BEELET_BLESS").is_some() {
-        std::fs::write(&path, &page).unwrap();
-    }
-    let written = std::fs::read_to_string(&path).unwrap_or_default();
-    let new: Vec<&str> = page.lines().filter(|line| !written.contains(line)).collect();
-    let old: Vec<&str> = written.lines().filter(|line| !page.contains(line)).collect();
-    assert!(
-        page == written,
-        "docs/cli.md is outdated; run `BEELET_BLESS=1 cargo test -p beelet --lib cli_page`\nmissing: {new:#?}\nold: {old:#?}"
-    );
+    beelet_testing::page::check("docs/cli.md", &page(), "cargo test -p beelet --lib cli_page");
 }
 
 #[test]

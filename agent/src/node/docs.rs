@@ -275,18 +275,7 @@ fn others(text: &mut String, page: &str) {
 
 #[test]
 fn the_metrics_page_is_what_the_code_says() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
-    let page = page();
-    if std::env::var_os("BEELET_BLESS").is_some() {
-        std::fs::write(&path, &page).unwrap();
-    }
-    let written = std::fs::read_to_string(&path).unwrap_or_default();
-    let new: Vec<&str> = page.lines().filter(|line| !written.contains(line)).collect();
-    let old: Vec<&str> = written.lines().filter(|line| !page.contains(line)).collect();
-    assert!(
-        page == written,
-        "docs/metrics.md is outdated; run `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page`\nmissing: {new:#?}\nold: {old:#?}"
-    );
+    beelet_testing::page::check("docs/metrics.md", &page(), "cargo test -p beelet --lib metrics_page");
 }
 
 /// Returns the names of metrics in a query: words with a known prefix.

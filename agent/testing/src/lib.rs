@@ -7,5 +7,6 @@ pub mod folders;
 pub mod hostile_pods;
 pub mod http2;
 pub mod logind;
+pub mod page;
 pub mod schema;
 pub mod tls;
