@@ -8,7 +8,7 @@ use std::{
 
 use beelet_codec::ApiType;
 use beelet_model::{
-    desired::Desired,
+    desired::{Desired, EarlierStatuses},
     labels::{ANNOTATION_HASH, ANNOTATION_SEEN, ANNOTATION_SOURCE, SOURCE_API},
     status::has_ended,
     table::PodName,
@@ -21,7 +21,11 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::watch::{Collection, Sink, key_of};
+use crate::{
+    client::{Client, Error},
+    url::field_selector,
+    watch::{Collection, Sink, key_of},
+};
 
 /// Prefix of the agent's own annotations. They are removed from pods of the API server, except those in
 /// [`USERS`].
@@ -49,7 +53,7 @@ pub(crate) struct Assignment {
     /// UIDs of the pods that can't be read and were unknown before: their running containers are left alone.
     pub(crate) unreadable: BTreeSet<String>,
     /// Statuses in the first list since the agent's start, by UID.
-    pub(crate) earlier_statuses: BTreeMap<String, Arc<core::PodStatus>>,
+    pub(crate) earlier_statuses: EarlierStatuses,
 }
 
 /// The assignment. None before the first list.
@@ -61,13 +65,32 @@ pub(crate) fn collection(node: &str) -> Collection {
     Collection { path: "/api/v1/pods".to_owned(), field, streamed: false }
 }
 
+/// Returns the pods that the API server assigns to a node, from a single list: for commands.
+///
+/// # Errors
+/// See [`Error`]. An answer without a list, or with a pod that cannot be read, is an error too.
+pub async fn pods_of(client: &Client, node: &str) -> Result<Vec<core::Pod>, Error> {
+    let path = format!("/api/v1/pods?{}", field_selector("spec.nodeName", node));
+    let answer = client.get(&path).await?;
+    // Go also encodes an empty list as null.
+    let items = answer.get("items").filter(|items| items.is_array() || items.is_null());
+    let items = items.ok_or_else(|| Error::unreachable(&path, &"the answer has no list of pods"))?.as_array();
+    let read = |item: &Value| {
+        let (namespace, name) = key_of(item);
+        core::Pod::from_value(item).map_err(|cause| {
+            Error::unreachable(&path, &format_args!("cannot read pod {namespace}/{name}: {cause}"))
+        })
+    };
+    items.into_iter().flatten().map(read).collect()
+}
+
 /// Returns the desired pods of an assignment.
 pub(crate) fn desired(wanted: &Wanted) -> Desired {
     match wanted {
         Some(wanted) => Desired {
             pods: wanted.pods.clone(),
             unreadable_uids: wanted.unreadable.clone(),
-            earlier_statuses: wanted.earlier_statuses.clone(),
+            earlier_statuses: Arc::clone(&wanted.earlier_statuses),
             ..Desired::default()
         },
         None => Desired { api_unread: true, ..Desired::default() },
@@ -95,7 +118,7 @@ pub(crate) struct Assigned {
     /// UIDs of this node's pods that can't be read and were unknown before.
     unreadable: BTreeSet<String>,
     /// Statuses in the first list, by UID.
-    earlier_statuses: BTreeMap<String, Arc<core::PodStatus>>,
+    earlier_statuses: EarlierStatuses,
     out: watch::Sender<Pods>,
     /// Sent only if a pod to run changes: most events are echoes of this node's statuses.
     wanted: watch::Sender<Wanted>,
@@ -124,7 +147,7 @@ impl Assigned {
             self.wanted.send_replace(Some(Arc::new(Assignment {
                 pods: wanted.collect(),
                 unreadable: self.unreadable.clone(),
-                earlier_statuses: self.earlier_statuses.clone(),
+                earlier_statuses: Arc::clone(&self.earlier_statuses),
             })));
         }
     }
@@ -207,7 +230,8 @@ impl Sink for Assigned {
         }
         self.unreadable = unreadable;
         if self.out.borrow().is_none() {
-            self.earlier_statuses = listed.values().filter_map(|pod| status_of(&pod.object)).collect();
+            self.earlier_statuses =
+                Arc::new(listed.values().filter_map(|pod| status_of(&pod.object)).collect());
         }
         info!(
             node = self.node,
@@ -379,7 +403,7 @@ mod tests {
         let (mut assigned, _, wanted) = assigned();
         let phase = |wanted: &watch::Receiver<Wanted>| {
             let statuses = desired(&wanted.borrow()).earlier_statuses;
-            statuses.into_iter().map(|(uid, status)| (uid, status.phase.clone())).collect::<Vec<_>>()
+            statuses.iter().map(|(uid, status)| (uid.clone(), status.phase.clone())).collect::<Vec<_>>()
         };
         let expected = [("u1".to_owned(), Some("Running".to_owned()))];
         assigned.listed(vec![pod("a", "u1")]);

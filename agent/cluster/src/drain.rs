@@ -5,7 +5,6 @@
 use std::{path::Path, time::Duration};
 
 use beelet_base::blocking::blocking;
-use beelet_codec::ApiType as _;
 use beelet_policy::node::drain::{Answer, Drain, Options, Target, Verdict, refusal, verdict};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
@@ -15,13 +14,14 @@ use tokio::{
 };
 
 use crate::{
+    assigned::pods_of,
     client::{Client, Error, Patch},
     kubeconfig, requests,
-    url::{escaped, field_selector},
+    url::escaped,
 };
 
 /// Time between two lists of the node's pods.
-const LOOK: Duration = Duration::from_secs(1);
+const PERIOD: Duration = Duration::from_secs(1);
 
 /// A step of the drain, for the command's output.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,27 +115,27 @@ pub struct Task {
 ///
 /// # Errors
 /// A pod may not be evicted, the time is over, or a request failed before the first eviction.
-pub async fn drain(client: &Client, task: &Task, tell: &mut impl FnMut(Step)) -> Result<(), DrainError> {
+pub async fn drain(client: &Client, task: &Task, report: &mut impl FnMut(Step)) -> Result<(), DrainError> {
     let began = Instant::now();
     let changed = if task.dry_run { false } else { set_unschedulable(client, &task.node, true).await? };
-    tell(Step::Schedulable(false, changed));
-    check(&list(client, &task.node).await?, &task.options, tell)?;
+    report(Step::Schedulable(false, changed));
+    check(&pods_of(client, &task.node).await?, &task.options, report)?;
     if task.dry_run {
         return Ok(());
     }
     let mut drain = Drain::new(task.options.clone());
     loop {
-        match list(client, &task.node).await {
+        match pods_of(client, &task.node).await {
             Ok(pods) => {
                 let round = drain.round(&pods, began.elapsed());
-                round.left.iter().for_each(|pod| tell(Step::Left(pod.to_string())));
+                round.left.iter().for_each(|pod| report(Step::Left(pod.to_string())));
                 for pod in &round.evict {
                     let answer = evict(client, pod, task.grace_seconds).await;
                     if answer == Answer::Accepted {
-                        tell(Step::Evicted(pod.to_string()));
+                        report(Step::Evicted(pod.to_string()));
                     }
                     if let Some(why) = drain.answered(pod, answer, began.elapsed()) {
-                        tell(Step::Refused(pod.to_string(), why));
+                        report(Step::Refused(pod.to_string(), why));
                     }
                 }
                 if drain.is_over() {
@@ -143,19 +143,19 @@ pub async fn drain(client: &Client, task: &Task, tell: &mut impl FnMut(Step)) ->
                 }
             }
             // The API server may be away for a while: its node may be the drained one.
-            Err(error) if error.is_transient() => tell(Step::Failed(error.to_string())),
+            Err(error) if error.is_transient() => report(Step::Failed(error.to_string())),
             Err(error) => return Err(error.into()),
         }
         if let Some(limit) = task.timeout.filter(|limit| began.elapsed() >= *limit) {
             let reason = format!("the node is not drained after {} s", limit.as_secs());
             return Err(DrainError::Incomplete { reason, rest: rest(&drain) });
         }
-        sleep(LOOK).await;
+        sleep(PERIOD).await;
     }
 }
 
 /// Reports the fate of each pod. Fails if one may not be evicted.
-fn check(pods: &[Pod], options: &Options, tell: &mut impl FnMut(Step)) -> Result<(), DrainError> {
+fn check(pods: &[Pod], options: &Options, report: &mut impl FnMut(Step)) -> Result<(), DrainError> {
     let mut forbidden = Vec::new();
     for pod in pods {
         let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
@@ -163,8 +163,8 @@ fn check(pods: &[Pod], options: &Options, tell: &mut impl FnMut(Step)) -> Result
             format!("{}/{}", namespace.as_deref().unwrap_or_default(), name.as_deref().unwrap_or_default());
         match verdict(pod, options) {
             Verdict::Evict(None) => {}
-            Verdict::Evict(Some(loss)) => tell(Step::Loses(name, loss)),
-            Verdict::Stay(why) => tell(Step::Stays(name, why)),
+            Verdict::Evict(Some(loss)) => report(Step::Loses(name, loss)),
+            Verdict::Stay(why) => report(Step::Stays(name, why)),
             Verdict::Refuse(why) => forbidden.push((name, why.to_owned())),
         }
     }
@@ -180,14 +180,6 @@ fn over(drain: &Drain) -> Result<(), DrainError> {
 
 fn rest(drain: &Drain) -> Vec<(String, String)> {
     drain.rest().into_iter().map(|(pod, why)| (pod.to_string(), why.unwrap_or_default())).collect()
-}
-
-/// Returns the node's pods.
-async fn list(client: &Client, node: &str) -> Result<Vec<Pod>, Error> {
-    let path = format!("/api/v1/pods?{}", field_selector("spec.nodeName", node));
-    let answer = client.get(&path).await?;
-    let items = answer["items"].as_array().into_iter().flatten();
-    items.map(|item| Pod::from_value(item).map_err(|cause| Error::unreachable(&path, &cause))).collect()
 }
 
 async fn evict(client: &Client, pod: &Target, grace_seconds: Option<u64>) -> Answer {

@@ -42,6 +42,8 @@ mod url;
 mod watch;
 pub mod workload;
 
+pub use assigned::pods_of;
+
 use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
 
 /// Metrics of all parts. Clones share them.

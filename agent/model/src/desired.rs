@@ -12,6 +12,9 @@ use crate::objects::Objects;
 use crate::origin::Origin;
 use crate::table::{PodName, RejectedManifest};
 
+/// Statuses by the UID of their pod, shared by all values of [`Desired`] with the same list.
+pub type EarlierStatuses = Arc<BTreeMap<String, Arc<PodStatus>>>;
+
 /// Pods that should run: from the folder's manifests, from the API server, or from both.
 ///
 /// A manifest that becomes invalid does not stop its pod: while the agent runs, the pod of its last valid
@@ -46,7 +49,7 @@ pub struct Desired {
     pub class_files: BTreeMap<String, PathBuf>,
     /// Statuses in the first list of the API server since the agent's start, by UID: an earlier agent wrote
     /// them.
-    pub earlier_statuses: BTreeMap<String, Arc<PodStatus>>,
+    pub earlier_statuses: EarlierStatuses,
 }
 
 impl PartialEq for Desired {
@@ -80,7 +83,8 @@ impl PartialEq for Desired {
             && Objects::are_same(objects, &other.objects)
             && *put_back == other.put_back
             && *class_files == other.class_files
-            && *earlier_statuses == other.earlier_statuses
+            && (Arc::ptr_eq(earlier_statuses, &other.earlier_statuses)
+                || *earlier_statuses == other.earlier_statuses)
     }
 }
 
@@ -102,7 +106,10 @@ impl Desired {
             all.api_unread |= one.api_unread;
             all.without_folder |= one.without_folder;
             all.node = all.node.or_else(|| one.node.clone());
-            all.earlier_statuses.extend(one.earlier_statuses.clone());
+            // Only one source has an API server.
+            if all.earlier_statuses.is_empty() {
+                all.earlier_statuses = Arc::clone(&one.earlier_statuses);
+            }
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
             }
@@ -225,7 +232,7 @@ mod tests {
                 other.put_back.insert("u".to_owned(), 1);
             }),
             with(|other| drop(other.class_files.insert("high".to_owned(), PathBuf::from("/m/c")))),
-            with(|other| drop(other.earlier_statuses.insert("u".to_owned(), Arc::default()))),
+            with(|other| other.earlier_statuses = Arc::new([("u".to_owned(), Arc::default())].into())),
         ];
         for (n, other) in others.iter().enumerate() {
             assert_ne!(one, *other, "{n}");

@@ -8,8 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use beelet_base::blocking::blocking;
-use beelet_cluster::{connect, identity, kubeconfig, presence::Presence, requests};
-use beelet_codec::ApiType as _;
+use beelet_cluster::{connect, identity, kubeconfig, pods_of, presence::Presence, requests};
 use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_handover::{found, manifest_changes};
@@ -156,17 +155,11 @@ async fn assigned(kubeconfig: &Path, config: &Config) -> Result<BTreeMap<String,
         presence: Presence::default(),
     };
     let (client, _identity) = connect::connect(options).await?;
-    let path = format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{}", config.node_name);
-    let listed = client.get(&path).await.context("cannot list the pods of this node")?;
-    // Go also encodes an empty list as null.
-    let items = listed.get("items").filter(|items| items.is_array() || items.is_null());
-    let items = items.context("the API server's answer has no list of pods")?.as_array();
+    let listed = pods_of(&client, &config.node_name).await.context("cannot list the pods of this node")?;
     let mut pods = BTreeMap::new();
-    for item in items.into_iter().flatten() {
-        let name = || item.pointer("/metadata/name").map(ToString::to_string).unwrap_or_default();
-        let failed = || format!("cannot read pod {} of the API server's list", name());
-        let pod = Pod::from_json(item.to_string().as_bytes()).with_context(failed)?;
-        let uid = pod.metadata.uid.clone().with_context(|| format!("pod {} has no UID", name()))?;
+    for pod in listed {
+        let name = || pod.metadata.name.as_deref().unwrap_or_default();
+        let uid = pod.metadata.uid.clone().with_context(|| format!("pod {:?} has no UID", name()))?;
         pods.insert(uid, pod);
     }
     Ok(pods)

@@ -23,7 +23,7 @@ use super::{
     survey::name_of,
 };
 
-/// Pause between two looks at the node.
+/// Pause between two inspections of the node.
 const PAUSE: Duration = Duration::from_millis(250);
 /// Maximum bytes of a control program's output in an error.
 const OUTPUT: usize = 4096;
@@ -85,23 +85,21 @@ impl Turn<'_> {
             stopped?;
         }
         self.control(old, "start").await?;
-        let began = Instant::now();
-        while !self.is_present(old).await? {
-            if began.elapsed() > self.args.timeout {
-                bail!("{} does not start", old.name());
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
-        Ok(())
+        self.until(old, true).await
     }
 
     /// Stops an agent, and waits until it is gone.
     async fn stop(&self, agent: Agent) -> Result<()> {
         self.control(agent, "stop").await?;
+        self.until(agent, false).await
+    }
+
+    /// Waits until an agent drives the runtime, or no longer does.
+    async fn until(&self, agent: Agent, present: bool) -> Result<()> {
         let began = Instant::now();
-        while self.is_present(agent).await? {
+        while self.is_present(agent).await? != present {
             if began.elapsed() > self.args.timeout {
-                bail!("{} still runs", agent.name());
+                bail!("{} {}", agent.name(), if present { "does not start" } else { "still runs" });
             }
             tokio::time::sleep(PAUSE).await;
         }

@@ -40,7 +40,7 @@ pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
     objects.services = Some(Services::new(Vec::new()));
     let pods: BTreeMap<PodName, Arc<Pod>> = pods.iter().map(read).collect();
     let status = |pod: &Arc<Pod>| Some((pod.metadata.uid.clone()?, Arc::new(pod.status.clone()?)));
-    let earlier_statuses = pods.values().filter_map(status).collect();
+    let earlier_statuses = Arc::new(pods.values().filter_map(status).collect());
     Arc::new(Desired { pods, objects: Arc::new(objects), earlier_statuses, ..Desired::default() })
 }
 
