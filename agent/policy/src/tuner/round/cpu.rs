@@ -159,11 +159,11 @@ impl<'a> Round<'a> {
             return;
         }
         self.restore_turns();
-        let nobody = self.node.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
+        let has_only_best_effort = self.node.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
         let is_pods_idle = |knob: &Knob| knob.kind == KnobKind::Idle && knob.cgroup != best_effort;
         // cpu.idle costs a BestEffort pod nothing but its turn: it stays while they use much CPU, and while a
         // Burstable pod is idle, which they would otherwise run before.
-        if self.node.seen.best_effort_used > self.node.quiet() && !nobody
+        if self.node.seen.best_effort_used > self.node.quiet() && !has_only_best_effort
             || self.hand.held.keys().any(is_pods_idle)
         {
             return;
