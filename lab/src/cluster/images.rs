@@ -47,9 +47,7 @@ pub(super) fn build(programs: &Programs, version: &str) -> Result<Images> {
             }
             // kubeadm's checks pull this image even if the addon is skipped; then no pod runs it.
             ("pause" | "coredns", _) => {
-                let app = read(&images::testapp()?)?;
-                let files = [("pause".to_owned(), Entry::File(app, 0o755))];
-                every.push(images::cached(&name, &files, &json!({ "Entrypoint": ["/pause", "pause"] }))?);
+                every.push(images::pause(&name, &read(&images::testapp()?)?)?);
                 if base == "pause" {
                     pause.clone_from(&name);
                 }
@@ -96,7 +94,7 @@ fn proxy(name: &str, programs: &Programs) -> Result<ImageTar> {
     for program in &needed {
         let file = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
         more.push((format!("usr/sbin/{file}"), Entry::File(read(program)?, 0o755)));
-        more.extend(libraries(program)?);
+        more.extend(images::libraries(program)?);
     }
     for link in
         ["iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore"]
@@ -107,8 +105,8 @@ fn proxy(name: &str, programs: &Programs) -> Result<ImageTar> {
     if let Ok(folder) = std::fs::read_dir(extensions) {
         for entry in folder {
             let path = entry?.path();
-            more.extend(libraries(&path)?);
-            more.push((relative(&path), Entry::File(read(&path)?, 0o755)));
+            more.extend(images::libraries(&path)?);
+            more.push((images::place_of(&path), Entry::File(read(&path)?, 0o755)));
         }
     }
     more.sort_by(|a, b| a.0.cmp(&b.0));
@@ -122,7 +120,7 @@ fn program_image(name: &str, program: &Path, file: &str, more: &[(String, Entry)
     let mut files: Vec<(String, Entry)> =
         FOLDERS.iter().map(|(path, mode)| ((*path).to_owned(), Entry::Folder(*mode))).collect();
     files.push(("etc/passwd".to_owned(), Entry::File(b"root:x:0:0:root:/:/bin/false\n".to_vec(), 0o644)));
-    files.extend(libraries(program)?);
+    files.extend(images::libraries(program)?);
     files.extend_from_slice(more);
     files.push((place.clone(), Entry::File(read(program)?, 0o755)));
     let config: Value = json!({
@@ -134,16 +132,6 @@ fn program_image(name: &str, program: &Path, file: &str, more: &[(String, Entry)
 
 /// Folders of every image of a program.
 const FOLDERS: [(&str, u32); 4] = [("etc", 0o755), ("run", 0o755), ("tmp", 0o1777), ("var", 0o755)];
-
-/// Returns the shared libraries of a program as files of an image; none for a static program.
-fn libraries(program: &Path) -> Result<Vec<(String, Entry)>> {
-    let all = images::shared_libraries(program)?;
-    all.into_iter().map(|path| Ok((relative(&path), Entry::File(read(&path)?, 0o755)))).collect()
-}
-
-fn relative(path: &Path) -> String {
-    path.to_string_lossy().trim_start_matches('/').to_owned()
-}
 
 fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))

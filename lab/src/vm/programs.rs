@@ -3,6 +3,7 @@
 
 use super::results::Test;
 use anyhow::{Context as _, Result, bail};
+use beelet_tests::images;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -193,7 +194,7 @@ fn programs(artifacts: Vec<Artifact>, arch: Arch, emulator: Option<&Qemu>) -> Re
     let (agent, testapp) = (binary("beelet")?, binary("beelet-testapp")?);
     let helpers: Vec<PathBuf> = binaries.into_values().collect();
     for program in tests.values().chain(&helpers).chain([&agent, &testapp]) {
-        if !beelet_tests::images::is_static(program)? {
+        if !images::is_static(program)? {
             bail!(
                 "{} is dynamically linked; is libc's static archive (libc6-dev) installed?",
                 program.display()
@@ -244,23 +245,12 @@ fn listed(program: &str, text: &str) -> Vec<Test> {
 pub(super) fn from_here() -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for program in BORROWED.iter().filter_map(|name| setup::find(name)) {
-        let output = Command::new("ldd").arg(&program).output().context("cannot start ldd")?;
-        files.extend(libraries(&String::from_utf8_lossy(&output.stdout)));
+        files.extend(images::shared_libraries(&program)?);
         files.push(program);
     }
     files.sort();
     files.dedup();
     Ok(files)
-}
-
-/// Returns the paths in ldd's output: `name => path (address)`, and the loader's `path (address)`.
-fn libraries(text: &str) -> Vec<PathBuf> {
-    let path = |line: &str| {
-        let line = line.split_once(" => ").map_or(line, |(_, path)| path);
-        let path = line.trim().split(" (").next().unwrap_or_default().to_owned();
-        path.starts_with('/').then(|| PathBuf::from(path))
-    };
-    text.lines().filter_map(path).collect()
 }
 
 #[cfg(test)]
@@ -299,14 +289,5 @@ mod tests {
         let names = |program| listed(program, text).into_iter().map(|test| test.name).collect::<Vec<_>>();
         assert_eq!(names("beelet_tests"), ["guards::a", "guards::b::c"]);
         assert_eq!(names("kernel"), ["guards::a", "guards::b::c", "images::d"]);
-    }
-
-    #[test]
-    fn libraries_are_those_with_a_path() {
-        let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibelf.so.1 => /lib/libelf.so.1 (0x00007f1)\n\
-                    \tlibgone.so => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f2)\n";
-        let expected = ["/lib/libelf.so.1", "/lib64/ld-linux-x86-64.so.2"].map(PathBuf::from);
-        assert_eq!(libraries(text), expected);
-        assert_eq!(libraries("\tnot a dynamic executable\n"), Vec::<PathBuf>::new());
     }
 }

@@ -39,12 +39,13 @@ pub enum Entry {
 /// the target folder.
 pub fn standard() -> Result<Vec<ImageTar>> {
     let app = std::fs::read(testapp()?).context("cannot read the test app")?;
-    Ok(vec![pause(&app)?, busybox_image(&app)?])
+    Ok(vec![pause(PAUSE, &app)?, busybox_image(&app)?])
 }
 
-fn pause(app: &[u8]) -> Result<ImageTar> {
+/// Returns a sandbox image of this name from the content of the test app.
+pub fn pause(name: &str, app: &[u8]) -> Result<ImageTar> {
     let files = [("pause".to_owned(), Entry::File(app.to_vec(), 0o755))];
-    cached(PAUSE, &files, &json!({ "Entrypoint": ["/pause", "pause"] }))
+    cached(name, &files, &json!({ "Entrypoint": ["/pause", "pause"] }))
 }
 
 fn busybox_image(app: &[u8]) -> Result<ImageTar> {
@@ -68,21 +69,14 @@ pub fn redis(name: &str) -> Result<ImageTar> {
         ("bin/sh".to_owned(), Entry::File(std::fs::read(busybox()?)?, 0o755)),
         ("bin/tar".to_owned(), Entry::Link("sh".to_owned())),
     ];
-    let mut libraries = std::collections::BTreeSet::new();
+    let mut of_both = std::collections::BTreeMap::new();
     for (program, place) in programs {
         let path =
             crate::requires::find_program(program).with_context(|| format!("{program} is not installed"))?;
-        libraries.extend(shared_libraries(&path)?);
+        of_both.extend(libraries(&path)?);
         files.push((place.to_owned(), Entry::File(std::fs::read(path)?, 0o755)));
     }
-    for library in libraries {
-        let content =
-            std::fs::read(&library).with_context(|| format!("cannot read {}", library.display()))?;
-        files.push((
-            library.to_string_lossy().trim_start_matches('/').to_owned(),
-            Entry::File(content, 0o755),
-        ));
-    }
+    files.extend(of_both);
     let config = json!({
         "Env": ["PATH=/usr/local/bin:/bin"],
         "WorkingDir": "/data",
@@ -95,9 +89,31 @@ pub fn redis(name: &str) -> Result<ImageTar> {
 /// static program.
 pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let words = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
-    Ok(words.map(PathBuf::from).collect())
+    Ok(library_paths(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Returns the paths in ldd's output: `name => path (address)`, and the loader's `path (address)`.
+fn library_paths(text: &str) -> Vec<PathBuf> {
+    let path = |line: &str| {
+        let line = line.split_once(" => ").map_or(line, |(_, path)| path);
+        let path = line.trim().split(" (").next().unwrap_or_default().to_owned();
+        path.starts_with('/').then(|| PathBuf::from(path))
+    };
+    text.lines().filter_map(path).collect()
+}
+
+/// Returns the [`shared_libraries`] of a program as files of an image.
+pub fn libraries(program: &Path) -> Result<Vec<(String, Entry)>> {
+    let file = |path: PathBuf| {
+        let content = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok((place_of(&path), Entry::File(content, 0o755)))
+    };
+    shared_libraries(program)?.into_iter().map(file).collect()
+}
+
+/// Returns the name in an image of a file at the same place on the machine.
+pub fn place_of(path: &Path) -> String {
+    path.to_string_lossy().trim_start_matches('/').to_owned()
 }
 
 fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
@@ -308,6 +324,15 @@ fn build_testapp_now() -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn libraries_are_those_with_a_path() {
+        let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibelf.so.1 => /lib/libelf.so.1 (0x00007f1)\n\
+                    \tlibgone.so => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f2)\n";
+        let expected = ["/lib/libelf.so.1", "/lib64/ld-linux-x86-64.so.2"].map(PathBuf::from);
+        assert_eq!(library_paths(text), expected);
+        assert_eq!(library_paths("\tnot a dynamic executable\n"), Vec::<PathBuf>::new());
+    }
 
     #[test]
     fn the_same_files_make_the_same_image() {
