@@ -330,8 +330,11 @@ impl Inputs<'_> {
         status
     }
 
-    /// Returns true if a container that ended with this exit code restarts.
+    /// Returns true if a container that ended with this exit code restarts: none of a deleted pod does.
     fn restarts(&self, container: &core::Container, role: Role, code: i32) -> bool {
+        if self.pod.metadata.deletion_timestamp.is_some() {
+            return false;
+        }
         let Some(spec) = &self.pod.spec else { return false };
         match role {
             Role::Init => pod::init_restarts(spec, container, code),

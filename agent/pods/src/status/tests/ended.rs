@@ -32,8 +32,7 @@ fn a_lost_container_has_ended_for_an_unknown_reason() {
         let init = json!([{"name": "i", "image": "i"}]);
         json!({"restartPolicy": policy, "initContainers": init, "containers": [{"name": "a", "image": "i"}]})
     };
-    let after = |policy: &str, lost: bool| {
-        let pod = pod(spec(policy));
+    let of = |pod: core::Pod, lost: bool| {
         let previous = Some(Case::default().status(&pod, &seen(&["i 0 exit 0", "a 2 running"])));
         let codes = [("i".to_owned(), 0), ("a".to_owned(), 137)];
         let last_codes = codes.into_iter().filter(|_| lost).collect();
@@ -47,11 +46,17 @@ fn a_lost_container_has_ended_for_an_unknown_reason() {
             |state: &Option<core::ContainerState>| state.as_ref()?.terminated.as_ref().map(|t| t.exit_code);
         (line(&first), a.restart_count, code(&a.state), code(&a.last_state))
     };
+    let after = |policy: &str, lost: bool| of(pod(spec(policy)), lost);
     let unknown = "Failed Ready=False i: Completed ready, a: ContainerStatusUnknown".to_owned();
     assert_eq!(after("Never", true), (unknown, 3, Some(137), None));
     let waiting = "Pending Ready=False i: PodInitializing, a: PodInitializing".to_owned();
     assert_eq!(after("Always", true), (waiting.clone(), 3, None, Some(137)));
     assert_eq!(after("Always", false), (waiting, 0, None, None), "an unknown container");
+    // No container of a deleted pod starts again.
+    let mut deleted = pod(spec("Always"));
+    deleted.metadata.deletion_timestamp = serde_json::from_value(json!("2027-01-01T00:00:00Z")).unwrap();
+    let unknown = "Running Ready=False i: Completed ready, a: ContainerStatusUnknown".to_owned();
+    assert_eq!(of(deleted, true), (unknown, 2, Some(137), None));
 }
 
 #[test]
