@@ -18,6 +18,10 @@ use super::{Held, patience};
 /// not keep its static pods waiting for ever.
 const LISTING: Duration = Duration::from_secs(60);
 
+/// Longest time for which a new pod waits for the room of a terminating one: grace periods can last years. A pod
+/// that leaves later counts as one that stays.
+pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(600);
+
 /// Pod that has room.
 #[derive(Debug)]
 pub(super) struct Tenant {
@@ -68,9 +72,9 @@ pub(super) struct Book {
 pub(super) enum Leaving {
     /// All.
     All,
-    /// Terminating ones past their deadline.
+    /// Terminating ones past their deadline, and those that leave too late to be waited for.
     Overdue,
-    /// No terminating or unlisted pod.
+    /// Of the terminating and unlisted ones, those that leave too late to be waited for.
     None,
 }
 
@@ -211,7 +215,8 @@ impl Book {
                 // must not wait for a list that only the API server can provide.
                 (Standing::Unlisted(until), Leaving::All) => until > now && !is_critical(pod),
                 (Standing::Leaves(_), Leaving::All) | (Standing::LeftAlone, _) => true,
-                (Standing::Leaves(by), Leaving::Overdue) => by <= now,
+                (Standing::Leaves(by), Leaving::Overdue) if by <= now => true,
+                (Standing::Leaves(by), _) if by > now.after(LONGEST_WAIT) => true,
                 (Standing::Unlisted(_) | Standing::Leaves(_), _) => false,
             };
             if counts {

@@ -97,10 +97,15 @@ impl Ledger {
         Verdict::Admitted
     }
 
-    /// Handles a pod without room at present: waits for terminating pods, preempts others, or rejects the
-    /// pod.
+    /// Handles a pod without room beside all others and those that wait: admits the pod if only waiting pods
+    /// are in its way, waits for terminating pods, preempts others, or rejects the pod.
     fn make_room(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
+        // Room that is free now is not withheld for a pod that only waits, which a kubelet would have
+        // rejected. Room for which a critical pod preempts others is withheld.
+        if self.ask(pod, (Leaving::All, Claims::Critical), now).is_ok_and(|(decided, _)| fits(&decided)) {
+            return self.admit(pod);
+        }
         // An overdue pod must not block a critical pod while other pods could make room.
         let (decided, asked) = match self.ask(pod, (Leaving::Overdue, Claims::All), now) {
             Ok(answer) => answer,
@@ -119,16 +124,10 @@ impl Ledger {
             let Verdict::Wait { until } = self.wait(pod, now) else { return Verdict::Admitted };
             return Verdict::Preempt { victims, resource, until };
         }
-        let later = match self.ask(pod, (Leaving::None, Claims::All), now) {
-            Ok((later, _)) if fits(&later) => return self.wait(pod, now),
-            Ok((later, _)) => later,
-            Err(rejection) => return self.reject(&uid, rejection),
-        };
-        // Room that is free now is not withheld for a pod that only waits, which a kubelet would have
-        // rejected. Room for which a critical pod preempts others is withheld.
-        match self.ask(pod, (Leaving::All, Claims::Critical), now) {
-            Ok((decided, _)) if fits(&decided) => self.admit(pod),
-            _ => self.reject(&uid, rejection(&later)),
+        match self.ask(pod, (Leaving::None, Claims::All), now) {
+            Ok((later, _)) if fits(&later) => self.wait(pod, now),
+            Ok((later, _)) => self.reject(&uid, rejection(&later)),
+            Err(rejection) => self.reject(&uid, rejection),
         }
     }
 

@@ -1,7 +1,8 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::*;
+use super::{book::LONGEST_WAIT, *};
+use beelet_base::clock::After as _;
 
 mod held;
 
@@ -376,17 +377,26 @@ async fn a_pod_that_fits_now_is_not_refused_for_one_that_waits() {
     settle().await;
     // The small pod would not fit after the large one, and no other pod needs the free room now.
     node.admits(&plain("small", "1")).await;
-    // A pod that would also fit later queues behind.
     node.released("small");
     large.abort();
     settle().await;
     let first = node.waits(&plain("first", "3"));
     settle().await;
-    let second = node.waits(&plain("second", "1"));
-    settle().await;
-    assert!(!first.is_finished() && !second.is_finished());
+    // A kubelet starts a pod that fits at once, also if the pod would fit later.
+    node.admits(&plain("second", "1")).await;
+    assert!(!first.is_finished());
     node.released("old");
-    assert_eq!((first.await.unwrap(), second.await.unwrap()), (Ok(()), Ok(())));
+    assert_eq!(first.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_pod_waits_for_one_that_takes_years_to_leave() {
+    let node = Node::new();
+    node.admits(&plain("old", "3")).await;
+    node.admission.leaving("old", Duration::from_secs(365 * 24 * 3600));
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
+    node.rejects(&plain("new", "2"), "OutOfcpu", words).await;
+    node.admits(&plain("small", "1")).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -552,11 +562,16 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
     working.await.unwrap();
 }
 
+/// Returns short grace periods as often as any other ones.
+fn grace_seconds() -> impl Strategy<Value = u64> {
+    prop_oneof![0..1000_u64, any::<u64>()]
+}
+
 proptest! {
-    /// For any grace period: the termination is published, waiting has a deadline, and a later call can only
-    /// shorten the period.
+    /// For any grace period: the termination is published, a pod waits with a deadline or is rejected, and a
+    /// later call can only shorten the period.
     #[test]
-    fn a_pod_may_leave_with_any_grace_period(seconds: u64, nanos in 0..1_000_000_000_u32) {
+    fn a_pod_may_leave_with_any_grace_period(seconds in grace_seconds(), nanos in 0..1_000_000_000_u32) {
         let cpus = ("cpu".to_owned(), beelet_units::quantity::Quantity::from_units(4));
         let pods = ("pods".to_owned(), beelet_units::quantity::Quantity::from_units(10));
         let resources = NodeResources::new([cpus, pods].into(), &Default::default(), &[]);
@@ -570,13 +585,17 @@ proptest! {
         };
         prop_assert!(publishes(&mut ledger, grace));
         prop_assert!(!publishes(&mut ledger, grace.saturating_add(SECOND)));
-        let verdict = ledger.decide(&plain("b", "3"), now);
-        let Verdict::Wait { until: Some(until) } = verdict else {
-            return Err(TestCaseError::fail(format!("{verdict:?}")));
-        };
-        prop_assert!(until >= now + 10 * SECOND);
-        prop_assert!(until.duration_since(now) >= grace.min(beelet_units::bounds::FAR));
-        prop_assert_eq!(publishes(&mut ledger, Duration::ZERO), until > now + 10 * SECOND);
+        let by = now.after(patience(grace));
+        match ledger.decide(&plain("b", "3"), now) {
+            Verdict::Wait { until } => {
+                prop_assert_eq!(until, Some(by));
+                prop_assert!(by <= now + LONGEST_WAIT && by >= now + 10 * SECOND);
+            }
+            Verdict::Rejected(_) => prop_assert!(by > now + LONGEST_WAIT),
+            verdict => return Err(TestCaseError::fail(format!("{verdict:?}"))),
+        }
+        prop_assert!(by.duration_since(now) >= grace.min(beelet_units::bounds::FAR));
+        prop_assert_eq!(publishes(&mut ledger, Duration::ZERO), by > now + 10 * SECOND);
     }
 }
 
