@@ -64,10 +64,13 @@ pub(crate) struct ClusterArgs {
 
 /// Files of a node's identity in a cluster.
 #[derive(Debug)]
-pub(crate) struct Membership {
-    kubeconfig: PathBuf,
-    bootstrap: Option<PathBuf>,
-    cert_dir: PathBuf,
+pub struct Membership {
+    /// Kubeconfig of the node.
+    pub kubeconfig: PathBuf,
+    /// Kubeconfig that requests the node's certificate if `kubeconfig` does not exist.
+    pub bootstrap: Option<PathBuf>,
+    /// Folder of the node's certificates.
+    pub cert_dir: PathBuf,
 }
 
 impl ClusterArgs {
@@ -102,7 +105,8 @@ pub(crate) fn label(text: &str) -> Result<(String, String), String> {
 }
 
 /// Adds all parts of the cluster to `builder`.
-pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
+#[must_use]
+pub fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let (node_out, node) = watch::channel(None);
     let shared = Shared { session: Arc::default(), presence: Presence::default(), node };
     let builder = answer_late(builder, config, &shared);

@@ -4,7 +4,7 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
-mod cluster;
+pub mod cluster;
 pub mod command;
 mod handover;
 mod kubelet;

@@ -1,134 +1,133 @@
-//! The simulated API server, as far as the agent's source of pods shows it: objects, deletions, statuses.
+//! The simulated API server: the tests' server, reached by connections in memory. Users create, resize and
+//! delete pods; the agent writes statuses, mirror pods, its Node and its lease, and releases deleted pods.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use beelet_model::desired::Desired;
-use beelet_model::objects::{Objects, Services};
-use beelet_model::table::{PodName, PodTable};
+use beelet_tests::apiserver::FakeApi;
+use fastrand::Rng;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::json;
 use tokio::sync::watch;
 
+use crate::plan::{ApiFault, ApiFaultKind};
 use crate::seam;
 use crate::shapes::Pod;
 
-/// Time from the last release of a deleted pod to the removal of its object.
-const FINALIZED: Duration = Duration::from_millis(20);
-
 /// The API server.
 pub(crate) struct ApiServer {
-    /// Pods by name.
-    objects: BTreeMap<String, core::Pod>,
-    source: watch::Sender<Arc<Desired>>,
-    /// True once the agent has listed the pods.
-    listed: bool,
-    /// True if the pods show the statuses that the agent has written.
-    echoes: bool,
+    pub(crate) fake: Arc<FakeApi>,
+    /// UIDs of the users' pods by name.
+    pods: BTreeMap<String, String>,
+    changes: watch::Receiver<u64>,
+    /// Seed of the disturbances' choices, and the number of disturbances.
+    seed: u64,
+    faults: u64,
+}
+
+fn path(name: &str) -> String {
+    format!("/api/v1/namespaces/default/pods/{name}")
 }
 
 impl ApiServer {
     /// Creates an API server without pods.
-    pub(crate) fn new(echoes: bool) -> Self {
-        let source = watch::Sender::new(Arc::new(Desired::default()));
-        Self { objects: BTreeMap::new(), source, listed: false, echoes }
+    pub(crate) fn new(seed: u64) -> Self {
+        let fake = FakeApi::absent();
+        let changes = fake.changes();
+        Self { fake: Arc::new(fake), pods: BTreeMap::new(), changes, seed, faults: 0 }
     }
 
-    /// Hides all pods from a new agent, until it lists them.
-    pub(crate) fn hide(&mut self) {
-        self.listed = false;
-        self.source.send_replace(Arc::new(Desired { api_unread: true, ..Desired::default() }));
+    /// Writes the agent's kubeconfig.
+    pub(crate) fn write_kubeconfig(&self, file: &Path) -> std::io::Result<()> {
+        std::fs::write(file, self.fake.kubeconfig())
     }
 
-    /// Shows all pods.
-    pub(crate) fn list(&mut self) {
-        self.listed = true;
-        self.publish();
-    }
-
-    /// Returns the pods as the agent sees them.
-    pub(crate) fn subscribe(&self) -> watch::Receiver<Arc<Desired>> {
-        self.source.subscribe()
-    }
-
-    /// Creates a pod.
-    pub(crate) fn create(&mut self, pod: &Pod) {
-        if let Ok(object) = serde_json::from_value(pod.object()) {
-            self.objects.insert(pod.name.clone(), object);
+    /// Waits for a request or a changed object.
+    pub(crate) async fn changed(&mut self) {
+        if self.changes.changed().await.is_err() {
+            std::future::pending::<()>().await;
         }
-        self.publish();
+    }
+
+    /// Creates a pod. Returns its UID.
+    pub(crate) fn create(&mut self, pod: &Pod) -> String {
+        let made = self.fake.put(&path(&pod.name), pod.object());
+        let uid = made["metadata"]["uid"].as_str().unwrap_or_default().to_owned();
+        self.pods.insert(pod.name.clone(), uid.clone());
+        uid
     }
 
     /// Replaces the spec of a pod.
-    pub(crate) fn update(&mut self, pod: &Pod) {
-        if let (Some(known), Ok(new)) =
-            (self.objects.get_mut(&pod.name), serde_json::from_value::<core::Pod>(pod.object()))
-        {
-            known.spec = new.spec;
-            known.metadata.generation = known.metadata.generation.map(|generation| generation + 1);
+    pub(crate) fn update(&self, pod: &Pod) {
+        if self.exists(&pod.name) {
+            self.fake.patch(&path(&pod.name), &json!({ "spec": pod.object()["spec"] }));
         }
-        self.publish();
     }
 
-    /// Begins the deletion of a pod.
-    pub(crate) fn delete(&mut self, name: &str, grace: u64) {
-        if let Some(object) = self.objects.get_mut(name) {
-            let seconds = i64::try_from(seam::elapsed().as_secs()).unwrap_or(0);
-            let value = json!(seconds_as_time(seconds));
-            object.metadata.deletion_timestamp = serde_json::from_value(value).ok();
-            object.metadata.deletion_grace_period_seconds = Some(i64::try_from(grace).unwrap_or(i64::MAX));
+    /// Begins the deletion of a pod. Returns true if the object still exists.
+    pub(crate) fn delete(&self, name: &str, grace: u64) -> bool {
+        let grace = i64::try_from(grace).unwrap_or(i64::MAX);
+        self.fake.try_delete_within(&path(name), grace).is_some() && self.exists(name)
+    }
+
+    fn exists(&self, name: &str) -> bool {
+        let uid = self.fake.uid(&path(name));
+        uid.is_some() && uid.as_ref() == self.pods.get(name)
+    }
+
+    /// Returns the UIDs of the pods whose objects are gone since the last call.
+    pub(crate) fn gone(&mut self) -> Vec<String> {
+        let names: Vec<String> = self.pods.keys().filter(|name| !self.exists(name)).cloned().collect();
+        names.iter().filter_map(|name| self.pods.remove(name)).collect()
+    }
+
+    /// Returns the users' pods.
+    pub(crate) fn objects(&self) -> impl Iterator<Item = core::Pod> {
+        let objects = self.pods.keys().filter_map(|name| self.fake.get(&path(name)));
+        objects.filter_map(|object| serde_json::from_value(object).ok())
+    }
+
+    /// Returns true if the Node is ready.
+    pub(crate) fn node_is_ready(&self, name: &str) -> bool {
+        let node = self.fake.get(&format!("/api/v1/nodes/{name}")).unwrap_or_default();
+        let mut conditions = node["status"]["conditions"].as_array().into_iter().flatten();
+        conditions.any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
+    }
+
+    /// Ends all watches.
+    pub(crate) fn end_watches(&self, broken: bool, compacted: bool) {
+        if compacted {
+            self.fake.compact();
         }
-        self.publish();
-    }
-
-    /// Removes a pod. Returns its UID.
-    pub(crate) fn remove(&mut self, name: &str) -> Option<String> {
-        let object = self.objects.remove(name)?;
-        self.publish();
-        object.metadata.uid
-    }
-
-    fn publish(&self) {
-        if !self.listed {
-            return;
-        }
-        let mut objects = Objects::default();
-        objects.services = Some(Services::new(Vec::new()));
-        let pods = self.objects.values().map(|pod| (PodName::of(pod), Arc::new(pod.clone()))).collect();
-        self.source.send_replace(Arc::new(Desired {
-            pods,
-            objects: Arc::new(objects),
-            ..Desired::default()
-        }));
-    }
-
-    /// Writes the statuses of the agent's pods to their objects. Returns the names of deleted pods that have
-    /// released everything, with the times of their removal.
-    pub(crate) fn read_statuses(&mut self, table: &PodTable) -> Vec<(String, Duration)> {
-        let mut released = Vec::new();
-        let mut changed = false;
-        for (name, entry) in &table.pods {
-            let Some(object) = self.objects.get_mut(&name.name) else { continue };
-            if object.metadata.uid != entry.pod.metadata.uid {
-                continue;
-            }
-            changed |= object.status != entry.pod.status;
-            object.status.clone_from(&entry.pod.status);
-            if object.metadata.deletion_timestamp.is_some() && entry.cleared {
-                released.push((name.name.clone(), seam::elapsed() + FINALIZED));
+        for watched in self.fake.watched() {
+            if broken {
+                self.fake.break_watches(&watched);
+            } else {
+                self.fake.end_watches(&watched);
             }
         }
-        if changed && self.echoes {
-            self.publish();
-        }
-        released
     }
-}
 
-/// Returns the simulated wall-clock time as RFC 3339, within the first day's month.
-fn seconds_as_time(seconds: i64) -> String {
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let (day, hour, minute, second) = (1 + days % 28, rest / 3600, rest / 60 % 60, rest % 60);
-    format!("2027-01-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+    /// Disturbs requests from now on.
+    pub(crate) fn disturb(&mut self, fault: &ApiFault) {
+        self.faults += 1;
+        let until = seam::elapsed() + Duration::from_secs(fault.seconds);
+        let (verb, percent, seed) = (fault.verb, fault.percent, self.seed ^ (self.faults << 32));
+        let count = AtomicU64::new(0);
+        let script = self.fake.on_any().always().when(move |asked| {
+            let fits = seam::elapsed() < until && verb.is_none_or(|verb| verb == asked.verb);
+            let chance = |count| Rng::with_seed(seed ^ count).u64(0..100);
+            fits && chance(count.fetch_add(1, Ordering::Relaxed)) < percent
+        });
+        match fault.kind {
+            ApiFaultKind::Slow(milliseconds) => script.after(Duration::from_millis(milliseconds)).proceed(),
+            ApiFaultKind::Refuse(code) => script.refuse(code, "simulated refusal"),
+            ApiFaultKind::Throttle(seconds) => script.throttle(seconds),
+            ApiFaultKind::Drop => script.drop_connection(),
+            ApiFaultKind::LoseReply => script.lose_reply(),
+        }
+    }
 }

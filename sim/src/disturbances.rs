@@ -25,9 +25,29 @@ struct State {
     kill: Option<(u64, bool)>,
     /// Time for which a killed agent is away.
     away: Duration,
-    /// Time until which the runtime refuses connections.
+    runtime: Link,
+    api_server: Link,
+}
+
+/// The agent's connections to a server that can be away.
+#[derive(Default)]
+struct Link {
+    /// Time until which the server refuses connections.
     away_until: Duration,
     connections: CancellationToken,
+}
+
+impl Link {
+    /// Breaks all connections; new ones are refused for these seconds.
+    fn cut(&mut self, seconds: u64) {
+        self.away_until = seam::elapsed() + Duration::from_secs(seconds);
+        std::mem::take(&mut self.connections).cancel();
+    }
+
+    /// Returns a token that is cancelled when the connections break, or None while the server is away.
+    fn open(&self) -> Option<CancellationToken> {
+        (seam::elapsed() >= self.away_until).then(|| self.connections.clone())
+    }
 }
 
 impl Disturbances {
@@ -39,7 +59,8 @@ impl Disturbances {
     pub(crate) fn forget_agent(&self) {
         let mut state = self.lock();
         state.kill = None;
-        state.connections = CancellationToken::new();
+        state.runtime.connections = CancellationToken::new();
+        state.api_server.connections = CancellationToken::new();
     }
 
     /// Returns true if the agent dies at this changing call, and counts the call.
@@ -75,11 +96,14 @@ impl Disturbances {
         self.lock().sick.insert((uid.to_owned(), name.to_owned()), until);
     }
 
-    /// Breaks all connections; new ones are refused for these seconds.
+    /// Breaks all connections to the runtime; new ones are refused for these seconds.
     pub(crate) fn restart_runtime(&self, seconds: u64) {
-        let mut state = self.lock();
-        state.away_until = seam::elapsed() + Duration::from_secs(seconds);
-        std::mem::take(&mut state.connections).cancel();
+        self.lock().runtime.cut(seconds);
+    }
+
+    /// Breaks all connections to the API server; new ones are refused for these seconds.
+    pub(crate) fn stop_api_server(&self, seconds: u64) {
+        self.lock().api_server.cut(seconds);
     }
 
     /// Kills the agent at its n-th changing call from now, for this time.
@@ -93,10 +117,15 @@ impl Disturbances {
         self.lock().away
     }
 
-    /// Returns a token that is cancelled when the connections break, or None while the runtime is away.
-    pub(crate) fn connection(&self) -> Option<CancellationToken> {
-        let state = self.lock();
-        (seam::elapsed() >= state.away_until).then(|| state.connections.clone())
+    /// Returns the token of a new connection to the runtime, which is cancelled when the connection breaks, or
+    /// None while the runtime is away.
+    pub(crate) fn runtime_link(&self) -> Option<CancellationToken> {
+        self.lock().runtime.open()
+    }
+
+    /// Returns the token of a new connection to the API server, or None while the server is away.
+    pub(crate) fn api_server_link(&self) -> Option<CancellationToken> {
+        self.lock().api_server.open()
     }
 
     /// Returns the disturbance of a call, if any, with the rest of its time.

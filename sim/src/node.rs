@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use beelet::cluster::{self, Membership};
 use beelet::node::{Builder, Doors, Handles, Machine as Hardware};
 use beelet_base::filesystem::{Space, Statvfs};
 use beelet_base::simulation;
@@ -16,7 +17,7 @@ use beelet_cri::{Connect, Connection, Runtime};
 use beelet_eviction::gauges::Gauge;
 use beelet_judge::trace::{ContainerStatus, End, Fact, State, Status};
 use beelet_model::pod::HostIps;
-use beelet_model::table::{PodChanges, PodEntry, PodTable};
+use beelet_model::table::PodChanges;
 use beelet_policy::eviction::{Observation, Signal};
 use beelet_units::{bpf_settings::BpfMode, fs_usage::FsUsage, quantity::Quantity};
 use k8s_openapi::api::core::v1 as core;
@@ -26,13 +27,17 @@ use tokio_util::sync::CancellationToken;
 use crate::api_server::ApiServer;
 use crate::cable::Cable;
 use crate::machine::{CPU, Machine};
-use crate::plan::{Action, Plan};
+use crate::plan::{Action, Plan, Scenario};
 use crate::seam;
 use crate::shapes::Pod;
 
 /// Bytes of memory and of disk of the machine.
 const MEMORY: u64 = 8 << 30;
 const STORAGE: u64 = 10 << 30;
+/// Name of the node.
+pub(crate) const NODE: &str = "n1";
+/// File of the agent's kubeconfig.
+const KUBECONFIG: &str = "kubeconfig";
 /// Time after which systemd starts an agent that ended by itself.
 const RESTART: Duration = Duration::from_secs(2);
 
@@ -73,6 +78,8 @@ impl<'a> Node<'a> {
                 std::fs::write(mount.join(file), content)?;
             }
         }
+        let api_server = ApiServer::new(plan.seed);
+        api_server.write_kubeconfig(&dir.join(KUBECONFIG))?;
         Ok(Self {
             plan,
             machine: Machine::new(plan, dir.join("cgroup")),
@@ -80,7 +87,7 @@ impl<'a> Node<'a> {
             next: 0,
             faults_ended: false,
             pods: BTreeMap::new(),
-            api_server: ApiServer::new(plan.echoes),
+            api_server,
             booted: Duration::ZERO,
         })
     }
@@ -89,8 +96,13 @@ impl<'a> Node<'a> {
     pub(crate) fn run(&mut self) -> std::io::Result<()> {
         let mut down = Duration::ZERO;
         loop {
-            let _simulated =
-                simulation::begin(Duration::from_secs(30) + seam::elapsed().saturating_sub(self.booted));
+            let uptime = Duration::from_secs(30) + seam::elapsed().saturating_sub(self.booted);
+            let (fake, core) = (Arc::clone(&self.api_server.fake), Arc::clone(&self.machine.core));
+            let _simulated = simulation::begin(uptime).with_network(move |_| {
+                let token =
+                    core.disturbances.api_server_link().ok_or(std::io::ErrorKind::ConnectionRefused)?;
+                Ok(Box::new(Cable::new(fake.connect(), token)))
+            });
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .start_paused(true)
@@ -117,22 +129,17 @@ impl<'a> Node<'a> {
     async fn live(&mut self, down: Duration) -> Turn {
         let start = seam::elapsed() + down;
         if !down.is_zero()
-            && let Some(turn) = self.drive(Some(start), None).await
+            && let Some(turn) = self.drive(Some(start)).await
         {
             return turn;
         }
         self.machine.core.record(Fact::AgentStarted);
-        self.api_server.hide();
-        let (handles_out, mut handles_in) = mpsc::unbounded_channel();
         let (hints_out, hints) = mpsc::unbounded_channel();
         self.machine.core.send_hints(hints_out);
         let core = Arc::clone(&self.machine.core);
         let builder = Builder::default()
             .doors(self.doors())
-            .source(self.api_server.subscribe())
-            .attach("simulation", move |handles: Handles, working| {
-                follow(core, handles, handles_out, hints, working)
-            });
+            .attach("simulation", move |handles: Handles, working| follow(core, handles, hints, working));
         let config = match self.config() {
             Ok(config) => config,
             Err(error) => {
@@ -140,8 +147,11 @@ impl<'a> Node<'a> {
                 return Turn::Over;
             }
         };
+        let builder = match self.membership() {
+            Some(membership) => cluster::join(builder, &config, membership),
+            None => builder,
+        };
         let mut agent = tokio::spawn(builder.run(config, CancellationToken::new()));
-        let listed = seam::elapsed() + Duration::from_millis(300);
         let killed = Arc::clone(&self.machine.core.killed);
         let turn = tokio::select! {
             biased;
@@ -155,7 +165,7 @@ impl<'a> Node<'a> {
                 self.machine.core.record(Fact::AgentFailed { why });
                 return Turn::Died(RESTART);
             }
-            turn = self.drive(None, Some((listed, &mut handles_in))) => turn,
+            turn = self.drive(None) => turn,
         };
         turn.unwrap_or_else(|| {
             self.machine.core.record(Fact::AgentKilled);
@@ -163,28 +173,15 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// Drives the world: processes that end, actions that are due, and with an agent the API server. Returns
+    /// Drives the world: processes that end, actions that are due, objects that the agent releases. Returns
     /// None at `until`.
-    async fn drive(
-        &mut self,
-        until: Option<Duration>,
-        mut agent: Option<(Duration, &mut mpsc::UnboundedReceiver<Arc<PodTable>>)>,
-    ) -> Option<Turn> {
-        let mut listed = false;
-        let mut removals: BTreeMap<String, Duration> = BTreeMap::new();
+    async fn drive(&mut self, until: Option<Duration>) -> Option<Turn> {
         loop {
             let now = seam::elapsed();
             self.machine.core.end_due();
-            if let Some((at, _)) = &agent
-                && !listed
-                && now >= *at
-            {
-                listed = true;
-                self.api_server.list();
-            }
-            while let Some((at, action)) = self.plan.actions.get(self.next).filter(|(at, _)| *at <= now) {
+            self.notice_removals();
+            while let Some((_, action)) = self.plan.actions.get(self.next).filter(|(at, _)| *at <= now) {
                 self.next += 1;
-                let _ = at;
                 if let Some(turn) = self.act(&action.clone()) {
                     return Some(turn);
                 }
@@ -199,35 +196,28 @@ impl<'a> Node<'a> {
             if until.is_some_and(|until| now >= until) {
                 return None;
             }
-            let due: Vec<String> =
-                removals.iter().filter(|(_, at)| **at <= now).map(|(name, _)| name.clone()).collect();
-            for name in due {
-                removals.remove(&name);
-                self.remove_object(&name);
-            }
             let times = [
                 self.machine.core.next_end(),
                 self.plan.actions.get(self.next).map(|(at, _)| *at),
                 (!self.faults_ended).then(|| self.plan.faults_end()),
                 Some(self.plan.end),
                 until,
-                removals.values().min().copied(),
-                agent.as_ref().filter(|_| !listed).map(|(at, _)| *at),
             ];
             let next = times.into_iter().flatten().min().unwrap_or(self.plan.end);
             let sleep = tokio::time::sleep(next.saturating_sub(now).max(Duration::from_millis(1)));
-            let table = async {
-                match &mut agent {
-                    Some((_, tables)) => tables.recv().await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 biased;
                 () = self.machine.core.changed.notified() => {}
-                Some(table) = table => removals.extend(self.api_server.read_statuses(&table)),
+                () = self.api_server.changed() => {}
                 () = sleep => {}
             }
+        }
+    }
+
+    /// Records the pods whose objects are gone.
+    fn notice_removals(&mut self) {
+        for uid in self.api_server.gone() {
+            self.machine.core.record(Fact::Unwanted { uid });
         }
     }
 
@@ -255,9 +245,29 @@ impl<'a> Node<'a> {
                 }
             }
             Action::Fault(fault) => core.disturbances.disturb(fault.clone()),
+            Action::ApiFault(fault) => {
+                core.record(Fact::ApiServerDisturbed { seconds: fault.lasts() });
+                self.api_server.disturb(fault);
+            }
+            Action::ApiServerAway { seconds } => {
+                core.record(Fact::ApiServerDisturbed { seconds: *seconds });
+                core.disturbances.stop_api_server(*seconds);
+            }
+            Action::WatchesEnd { broken, compacted } => {
+                core.record(Fact::ApiServerDisturbed { seconds: 0 });
+                self.api_server.end_watches(*broken, *compacted);
+            }
             Action::RuntimeRestarts { seconds } => core.disturbances.restart_runtime(*seconds),
             Action::Kill { calls, after_effect, seconds } => {
                 core.disturbances.kill_at(*calls, *after_effect, Duration::from_secs(*seconds));
+            }
+            Action::KillNow { seconds } => {
+                core.record(Fact::AgentKilled);
+                return Some(Turn::Died(Duration::from_secs(*seconds)));
+            }
+            Action::ClockSteps { seconds } => {
+                core.record(Fact::ClockStepped { seconds: *seconds });
+                seam::step_wall_clock(*seconds);
             }
             Action::Reboot { seconds } => {
                 core.record(Fact::Rebooted);
@@ -281,7 +291,10 @@ impl<'a> Node<'a> {
     }
 
     fn create(&mut self, pod: &Pod) {
-        self.pods.insert(pod.name.clone(), pod.clone());
+        let mut pod = pod.clone();
+        if !pod.is_static {
+            pod.uid = self.api_server.create(&pod);
+        }
         self.machine.core.record(Fact::Wanted(pod.judged()));
         if pod.is_static {
             let file = self.manifest(&pod.name);
@@ -289,9 +302,8 @@ impl<'a> Node<'a> {
             // The disk of the simulation's own machine is not simulated.
             let _ = std::fs::write(&temporary, pod.object().to_string());
             let _ = std::fs::rename(temporary, file);
-            return;
         }
-        self.api_server.create(pod);
+        self.pods.insert(pod.name.clone(), pod);
     }
 
     fn delete(&mut self, name: &str, grace: Option<u64>) {
@@ -302,12 +314,9 @@ impl<'a> Node<'a> {
             return;
         }
         let grace = grace.unwrap_or(pod.grace);
-        self.machine.core.record(Fact::Deleting { uid: pod.uid, grace });
-        if grace == 0 {
-            self.remove_object(name);
-            return;
+        if self.api_server.delete(name, grace) {
+            self.machine.core.record(Fact::Deleting { uid: pod.uid, grace });
         }
-        self.api_server.delete(name, grace);
     }
 
     fn resize(&mut self, name: &str, cpu: u64) {
@@ -323,12 +332,6 @@ impl<'a> Node<'a> {
 
     fn manifest(&self, name: &str) -> PathBuf {
         self.dir.join("manifests").join(format!("{name}.yaml"))
-    }
-
-    fn remove_object(&mut self, name: &str) {
-        if let Some(uid) = self.api_server.remove(name) {
-            self.machine.core.record(Fact::Unwanted { uid });
-        }
     }
 
     // ---- The agent ----
@@ -349,7 +352,7 @@ impl<'a> Node<'a> {
         let connect = Connect(Arc::new(move || {
             let (cri, core) = (Arc::clone(&cri), Arc::clone(&core));
             Box::pin(async move {
-                let token = core.disturbances.connection().ok_or(std::io::ErrorKind::ConnectionRefused)?;
+                let token = core.disturbances.runtime_link().ok_or(std::io::ErrorKind::ConnectionRefused)?;
                 Ok(Box::new(Cable::new(cri.connect(), token)) as Box<dyn Connection>)
             })
         }));
@@ -372,13 +375,23 @@ impl<'a> Node<'a> {
         }
     }
 
+    /// Returns the files of the node's identity; None for a standalone node.
+    fn membership(&self) -> Option<Membership> {
+        (self.plan.scenario != Scenario::Standalone).then(|| Membership {
+            kubeconfig: self.dir.join(KUBECONFIG),
+            bootstrap: None,
+            cert_dir: self.dir.join("pki"),
+        })
+    }
+
     fn config(&self) -> Result<Config, ConfigFaults> {
         let (mut config, _) = Config::with_defaults()?;
         let path = |name: &str| self.dir.join(name);
-        config.node_name = "n1".to_owned();
+        config.node_name = NODE.to_owned();
         config.static_pod_path = Some(path("manifests"));
         config.pod_logs_dir = path("logs");
         config.healthz_port = 0;
+        config.server.port = Some(0);
         config.resolv_conf = None;
         let beelet = &mut config.beelet;
         beelet.state_dir = path("state");
@@ -392,8 +405,16 @@ impl<'a> Node<'a> {
         Ok(config)
     }
 
-    /// Records the folders and files of ended pods.
-    fn inspect(&self) {
+    /// Records what the API server shows, and the folders and files of ended pods.
+    fn inspect(&mut self) {
+        self.notice_removals();
+        for pod in self.api_server.objects() {
+            self.machine.core.record(Fact::Stored(status_of(&pod)));
+        }
+        if self.plan.scenario != Scenario::Standalone {
+            let ready = self.api_server.node_is_ready(NODE);
+            self.machine.core.record(Fact::Node { ready });
+        }
         self.machine.core.read_cgroups();
         let mut found = Vec::new();
         let mut todo: Vec<PathBuf> =
@@ -433,7 +454,6 @@ fn cgroups(dir: &Path) -> Option<Arc<Cgroups>> {
 async fn follow(
     core: Arc<crate::machine::Core>,
     handles: Handles,
-    tables: mpsc::UnboundedSender<Arc<PodTable>>,
     mut hints: mpsc::UnboundedReceiver<beelet_pleg::ExitHint>,
     working: CancellationToken,
 ) {
@@ -442,11 +462,9 @@ async fn follow(
     loop {
         let now = Arc::clone(&table.borrow_and_update());
         for (_, entry) in PodChanges::between(&before, &now.pods).changed {
-            core.record_status(status_of(entry));
+            core.record_status(status_of(&entry.pod));
         }
         before = now.pods.clone();
-        // The simulation may be over.
-        let _ = tables.send(now);
         tokio::select! {
             () = working.cancelled() => return,
             changed = table.changed() => if changed.is_err() { return working.cancelled().await },
@@ -455,8 +473,8 @@ async fn follow(
     }
 }
 
-fn status_of(entry: &PodEntry) -> Status {
-    let status = entry.pod.status.clone().unwrap_or_default();
+fn status_of(pod: &core::Pod) -> Status {
+    let status = pod.status.clone().unwrap_or_default();
     let all =
         status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten());
     let containers = all.map(|one| {
@@ -475,7 +493,7 @@ fn status_of(entry: &PodEntry) -> Status {
         }
     });
     Status {
-        uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
+        uid: pod.metadata.uid.clone().unwrap_or_default(),
         containers: containers.collect(),
         phase: status.phase.unwrap_or_default(),
         reason: status.reason,

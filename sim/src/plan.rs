@@ -4,6 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use beelet_tests::apiserver::Verb;
 use beelet_tests::cri::Op;
 use clap::ValueEnum;
 use fastrand::Rng;
@@ -41,11 +42,22 @@ pub(crate) enum Action {
     SandboxDies { pod: String },
     /// Calls to the runtime are disturbed.
     Fault(Fault),
+    /// Requests to the API server are disturbed.
+    ApiFault(ApiFault),
+    /// The API server breaks all connections, and refuses new ones for these seconds.
+    ApiServerAway { seconds: u64 },
+    /// The API server ends all watches, regularly or by breaking their connections; it may have discarded its
+    /// history.
+    WatchesEnd { broken: bool, compacted: bool },
     /// The runtime restarts, and is away for these seconds.
     RuntimeRestarts { seconds: u64 },
     /// The agent is killed at its n-th changing call from now, before or after the effect, and starts again
     /// after these seconds.
     Kill { calls: u64, after_effect: bool, seconds: u64 },
+    /// The agent is killed now, wherever it waits, and starts again after these seconds.
+    KillNow { seconds: u64 },
+    /// The wall clock steps by these seconds.
+    ClockSteps { seconds: i64 },
     /// The machine reboots, and is away for these seconds.
     Reboot { seconds: u64 },
 }
@@ -74,6 +86,44 @@ pub(crate) enum FaultKind {
     Hang,
 }
 
+/// Disturbance of requests to the API server.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ApiFault {
+    /// The disturbed operation; None: all.
+    pub(crate) verb: Option<Verb>,
+    pub(crate) kind: ApiFaultKind,
+    pub(crate) seconds: u64,
+    /// Part of the disturbed requests, in percent.
+    pub(crate) percent: u64,
+}
+
+impl ApiFault {
+    /// Returns the time for which the fault disturbs the node, in seconds: a slow request of its last moment
+    /// ends later.
+    pub(crate) fn lasts(&self) -> u64 {
+        match self.kind {
+            ApiFaultKind::Slow(milliseconds) => self.seconds + milliseconds / 1000 + 1,
+            ApiFaultKind::Throttle(seconds) => self.seconds + seconds,
+            _ => self.seconds,
+        }
+    }
+}
+
+/// Kind of a disturbance of the API server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ApiFaultKind {
+    /// These milliseconds more.
+    Slow(u64),
+    /// This HTTP status, without the effect.
+    Refuse(u16),
+    /// The status 429, with these seconds of `Retry-After`.
+    Throttle(u64),
+    /// A broken connection, without the effect.
+    Drop,
+    /// A broken connection after the effect.
+    LoseReply,
+}
+
 /// A plan.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Plan {
@@ -87,8 +137,6 @@ pub(crate) struct Plan {
     pub(crate) streams: bool,
     /// True if the kernel reports exits.
     pub(crate) kernel: bool,
-    /// True if the API server's pods show the statuses that the agent has written.
-    pub(crate) echoes: bool,
     /// Number of tasks that the async runtime polls between two looks at timers and the main task: another
     /// number is another order of ready tasks.
     pub(crate) event_interval: u32,
@@ -112,8 +160,8 @@ impl Plan {
             at += Duration::from_millis(gap);
         }
         let event_interval = *rng.choice(&[1, 3, 7, 61]).unwrap_or(&61);
-        let (streams, kernel, echoes) = (rng.bool(), rng.bool(), rng.bool());
-        Self { seed, scenario, actions, end: length + QUIET, streams, kernel, echoes, event_interval }
+        let (streams, kernel) = (rng.bool(), rng.bool());
+        Self { seed, scenario, actions, end: length + QUIET, streams, kernel, event_interval }
     }
 
     /// Returns the time of the last disturbance's end.
@@ -145,6 +193,16 @@ const DISTURBED: [Option<Op>; 12] = [
     Some(Op::ExecSync),
 ];
 
+const DISTURBED_VERBS: [Option<Verb>; 7] = [
+    None,
+    Some(Verb::Get),
+    Some(Verb::List),
+    Some(Verb::Watch),
+    Some(Verb::Create),
+    Some(Verb::Patch),
+    Some(Verb::Delete),
+];
+
 impl Maker {
     fn action(&mut self, rng: &mut Rng) -> Action {
         let full = self.made.len() >= self.most;
@@ -169,10 +227,15 @@ impl Maker {
             }
             70..76 => Action::Sick { pod, container, seconds: rng.u64(5..120) },
             76..79 => Action::SandboxDies { pod },
+            79..85 if self.scenario != Scenario::Standalone => Self::disturb_api_server(rng),
             79..91 => Action::Fault(Self::fault(rng)),
             91..93 => Action::RuntimeRestarts { seconds: rng.u64(1..20) },
-            93..99 => {
+            93 => Action::ClockSteps { seconds: rng.i64(-3600..3600) },
+            94..99 => {
                 let seconds = if rng.bool() { 0 } else { rng.u64(1..120) };
+                if rng.u8(0..3) == 0 {
+                    return Action::KillNow { seconds };
+                }
                 Action::Kill { calls: rng.u64(0..8), after_effect: rng.bool(), seconds }
             }
             _ => Action::Reboot { seconds: rng.u64(10..90) },
@@ -189,6 +252,24 @@ impl Maker {
         let pod = Pod::random(rng, self.number, is_static);
         self.made.push(pod.clone());
         Action::Create(pod)
+    }
+
+    fn disturb_api_server(rng: &mut Rng) -> Action {
+        match rng.u8(0..10) {
+            0..=1 => return Action::ApiServerAway { seconds: rng.u64(1..90) },
+            2..=3 => return Action::WatchesEnd { broken: rng.bool(), compacted: rng.bool() },
+            _ => {}
+        }
+        let verb = rng.choice(&DISTURBED_VERBS).copied().flatten();
+        let kind = match rng.u8(0..8) {
+            0..=2 => ApiFaultKind::Slow(rng.u64(100..40_000)),
+            3 => ApiFaultKind::Refuse(*rng.choice(&[403, 409, 500, 503]).unwrap_or(&500)),
+            4 => ApiFaultKind::Throttle(rng.u64(1..10)),
+            5 => ApiFaultKind::Drop,
+            _ => ApiFaultKind::LoseReply,
+        };
+        let percent = *rng.choice(&[10, 30, 60, 100]).unwrap_or(&30);
+        Action::ApiFault(ApiFault { verb, kind, seconds: rng.u64(1..60), percent })
     }
 
     fn fault(rng: &mut Rng) -> Fault {
@@ -208,10 +289,13 @@ impl Action {
     fn lasts(&self) -> Duration {
         Duration::from_secs(match self {
             Self::Fault(Fault { seconds, .. })
+            | Self::ApiServerAway { seconds }
             | Self::Sick { seconds, .. }
             | Self::RuntimeRestarts { seconds }
             | Self::Kill { seconds, .. }
+            | Self::KillNow { seconds }
             | Self::Reboot { seconds } => *seconds,
+            Self::ApiFault(fault) => fault.lasts(),
             _ => 0,
         })
     }

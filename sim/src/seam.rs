@@ -6,7 +6,7 @@
 //! Outside of a simulation both functions ask the kernel, as the C library's do.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Wall-clock time at the start of a simulation: 2027-01-01T00:00:00Z, in nanoseconds since 1970.
@@ -18,6 +18,8 @@ const ORIGIN: u64 = 1_000_000 * 1_000_000_000;
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 /// Newest simulated `CLOCK_MONOTONIC`, in nanoseconds.
 static NOW: AtomicU64 = AtomicU64::new(ORIGIN);
+/// Sum of the steps of the wall clock, in nanoseconds.
+static STEPS: AtomicI64 = AtomicI64::new(0);
 /// State of the random numbers.
 static WORD: AtomicU64 = AtomicU64::new(0);
 
@@ -31,6 +33,7 @@ thread_local! {
 /// Begins a simulation. All random numbers follow from `seed`.
 pub(crate) fn begin(seed: u64) {
     NOW.store(ORIGIN, Ordering::SeqCst);
+    STEPS.store(0, Ordering::SeqCst);
     WORD.store(seed, Ordering::SeqCst);
     ACTIVE.store(true, Ordering::SeqCst);
 }
@@ -71,6 +74,11 @@ pub(crate) fn now() -> u64 {
     now
 }
 
+/// Steps the wall clock by these seconds, as an administrator or an NTP client does. Other clocks continue.
+pub(crate) fn step_wall_clock(seconds: i64) {
+    STEPS.fetch_add(seconds.saturating_mul(1_000_000_000), Ordering::SeqCst);
+}
+
 /// Returns the next random number (SplitMix64, Steele et al. 2014).
 fn word() -> u64 {
     let mut word =
@@ -85,7 +93,9 @@ fn simulated(clock: libc::clockid_t) -> Option<u64> {
         return None;
     }
     match clock {
-        libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_COARSE => Some(EPOCH + (now() - ORIGIN)),
+        libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_COARSE => {
+            Some((EPOCH + (now() - ORIGIN)).saturating_add_signed(STEPS.load(Ordering::SeqCst)))
+        }
         libc::CLOCK_MONOTONIC
         | libc::CLOCK_MONOTONIC_RAW
         | libc::CLOCK_MONOTONIC_COARSE

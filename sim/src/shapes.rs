@@ -95,7 +95,8 @@ impl Pod {
             _ => rng.u64(1..GRACE),
         };
         let deadline = (restart != Restart::Always && rng.f64() < 0.2).then(|| rng.u64(30..600));
-        let uid = format!("00000000-0000-4000-8000-{number:012}");
+        // The API server gives its pods other ones.
+        let uid = format!("00000000-0000-4000-8000-9{number:011}");
         Self { name: format!("p{number}"), uid, restart, grace, deadline, is_static, containers }
     }
 
@@ -143,10 +144,7 @@ impl Pod {
             pod["spec"]["activeDeadlineSeconds"] = json!(deadline);
         }
         if !self.is_static {
-            pod["metadata"]["generation"] = json!(1);
-            pod["metadata"]["creationTimestamp"] = json!("2027-01-01T00:00:00Z");
-            pod["metadata"]["annotations"] = json!({ "kubernetes.io/config.source": "api" });
-            pod["spec"]["nodeName"] = json!("n1");
+            pod["spec"]["nodeName"] = json!(crate::node::NODE);
         }
         pod
     }

@@ -1,16 +1,30 @@
 //! The seam between the agent and a simulated machine (docs/decisions/0028-simulation.md).
 //!
 //! A simulation runs the whole agent on one thread with a paused clock. On such a thread, blocking work
-//! becomes a task of the same thread ([`crate::blocking`]), parts with their own thread run as a task, and
-//! the clocks of [`crate::clock`] follow the paused one. Everywhere else the seam has no effect. Must never
-//! change what the agent does, only where the work runs and which clock it reads.
+//! becomes a task of the same thread ([`crate::blocking`]), parts with their own thread run as a task, the
+//! clocks of [`crate::clock`] follow the paused one, and connections to the API server are the simulated
+//! network's. Everywhere else the seam has no effect. Must never change what the agent does, only where the
+//! work runs, which clock it reads, and which network carries its bytes.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::io;
 use std::marker::PhantomData;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncRead, AsyncWrite};
+
+/// A connection of the simulated network.
+pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// Opens a connection to a host name or address, e.g. `127.0.0.1`.
+type Network = Rc<dyn Fn(&str) -> io::Result<Box<dyn Stream>>>;
 
 thread_local! {
     static BOOT: Cell<Option<Boot>> = const { Cell::new(None) };
+    static NETWORK: RefCell<Option<Network>> = const { RefCell::new(None) };
 }
 
 /// The simulated machine's boot: the time since boot at one instant.
@@ -27,7 +41,26 @@ pub struct Simulated(PhantomData<*const ()>);
 impl Drop for Simulated {
     fn drop(&mut self) {
         BOOT.set(None);
+        NETWORK.set(None);
     }
+}
+
+impl Simulated {
+    /// Sets the function that opens the connections of this thread.
+    #[must_use]
+    pub fn with_network(self, open: impl Fn(&str) -> io::Result<Box<dyn Stream>> + 'static) -> Self {
+        NETWORK.set(Some(Rc::new(open)));
+        self
+    }
+}
+
+/// Opens a connection to `host` by the simulated network.
+///
+/// # Errors
+/// The simulated host refuses the connection, or this thread has no network.
+pub fn connect(host: &str) -> io::Result<Box<dyn Stream>> {
+    let network = NETWORK.with_borrow(Clone::clone);
+    network.map_or_else(|| Err(io::ErrorKind::NetworkUnreachable.into()), |open| open(host))
 }
 
 /// Marks this thread as a simulation's, on a machine that booted `uptime` ago.

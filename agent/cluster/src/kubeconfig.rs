@@ -9,8 +9,14 @@ use std::{
 };
 
 use base64::Engine;
+use beelet_base::simulation;
+use http::Uri;
+use hyper::rt::{Read, Write};
 use hyper_util::{
-    client::legacy::{Client as Http, connect::HttpConnector},
+    client::legacy::{
+        Client as Http,
+        connect::{Connection, HttpConnector},
+    },
     rt::TokioExecutor,
 };
 use kube::{
@@ -19,12 +25,12 @@ use kube::{
     config::Kubeconfig,
 };
 use secrecy::ExposeSecret as _;
-use tower::{BoxError, ServiceBuilder, util::Either};
+use tower::{BoxError, Service, ServiceBuilder, util::Either};
 
 use crate::{
     certificate::Lifetime,
     credential::{self, Authenticated},
-    requests,
+    requests, simulated,
 };
 
 /// Maximum time for the server to accept a connection.
@@ -159,12 +165,31 @@ pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::
     client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
 }
 
-fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
+fn client_of(config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
+    if simulation::is_on() {
+        return client_over(simulated::Connector, config, requests);
+    }
+    client_over(tcp(), config, requests)
+}
+
+/// Returns a client whose connections `connector` opens.
+fn client_over<C>(
+    connector: C,
+    mut config: Config,
+    requests: &requests::Metrics,
+) -> Result<kube::Client, String>
+where
+    C: Service<Uri> + Clone + Send + Sync + 'static,
+    C::Response: Connection + Read + Write + Send + Unpin,
+    C::Future: Send + 'static,
+    C::Error: Into<BoxError>,
+{
     let fail = |cause: kube::Error| causes(&cause);
     let plugin = credential::extract_plugin(&mut config).map_err(|cause| cause.to_string())?;
     let requests = requests.clone();
     let way = move |config: &Config| {
-        let tls = config.rustls_https_connector_with_connector(tcp()).map_err(|cause| causes(&cause))?;
+        let tls = config.rustls_https_connector_with_connector(connector.clone());
+        let tls = tls.map_err(|cause| causes(&cause))?;
         let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
         Ok::<_, String>(ServiceBuilder::new().map_err(BoxError::from).layer(requests.clone()).service(http))
     };

@@ -9,8 +9,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use beelet_base::clock::After as _;
-use beelet_base::work::Work;
+use beelet_base::{clock::After as _, simulation, work::Work};
 use beelet_codec::ApiType;
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -90,6 +89,10 @@ pub struct Inputs {
 /// Renews the lease until `stop`. Returns early only if the thread ends, which is a bug.
 pub fn keep(connections: Connections, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
+        if simulation::is_on() {
+            stop.run_until_cancelled(renew(connections, inputs)).await;
+            return;
+        }
         let (ending, ended) = oneshot::channel::<()>();
         let spawned = thread::Builder::new().name("node-lease".to_owned()).spawn(move || {
             // Dropped when the thread ends, also by a panic.

@@ -32,6 +32,7 @@ pub mod reviews;
 pub mod rotation;
 mod seal;
 pub mod serving;
+mod simulated;
 mod status;
 pub mod status_metrics;
 pub mod storage;

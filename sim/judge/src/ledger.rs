@@ -5,6 +5,10 @@ use std::time::Duration;
 
 use crate::trace::{Container, End, Event, Fact, Pod, ProbeKind, Role, Status};
 
+/// Time in which the agent hears from the API server again: the longest pause between two attempts of a watch
+/// (client-go: `defaultBackoff` of the reflector, 30 s with jitter), and a list that takes its time.
+const RECONNECTED: Duration = Duration::from_secs(75);
+
 /// A pod.
 #[derive(Clone, Debug)]
 pub(crate) struct PodState {
@@ -19,6 +23,8 @@ pub(crate) struct PodState {
     pub(crate) unwanted: Option<Duration>,
     /// The newest status.
     pub(crate) status: Option<Status>,
+    /// Time of the newest status.
+    pub(crate) published: Option<Duration>,
 }
 
 impl PodState {
@@ -84,11 +90,25 @@ pub(crate) struct Ledger {
     /// Latest start of the agent.
     pub(crate) agent_since: Option<Duration>,
     pub(crate) faults_ended: Option<Duration>,
+    /// Time until which the agent may not hear from the API server.
+    pub(crate) deaf_until: Duration,
+    /// Steps of the wall clock in seconds, with their times.
+    pub(crate) steps: Vec<(Duration, i64)>,
     /// Rests at the end.
     pub(crate) left: Vec<(String, String)>,
+    /// Statuses that the API server has at the end, by pod.
+    pub(crate) stored: BTreeMap<String, Status>,
+    /// Readiness of the Node at the end; None on a standalone node.
+    pub(crate) node_ready: Option<bool>,
 }
 
 impl Ledger {
+    /// Returns the sum of the wall clock's steps forward since `since`, in seconds.
+    pub(crate) fn steps_forward(&self, since: Duration) -> u64 {
+        let later = self.steps.iter().filter(|(at, _)| *at >= since);
+        later.map(|(_, seconds)| u64::try_from(*seconds).unwrap_or(0)).sum()
+    }
+
     /// Returns a container by id.
     pub(crate) fn instance(&self, id: &str) -> Option<&Instance> {
         self.instances.get(*self.index.get(id)?)
@@ -128,6 +148,11 @@ impl Ledger {
                 }
             }
             Fact::AgentStarted => self.agent_since = Some(at),
+            Fact::ApiServerDisturbed { seconds } => {
+                let until = at.saturating_add(Duration::from_secs(*seconds)).saturating_add(RECONNECTED);
+                self.deaf_until = self.deaf_until.max(until);
+            }
+            Fact::ClockStepped { seconds } => self.steps.push((at, *seconds)),
             Fact::FaultsEnded => self.faults_ended = Some(at),
             Fact::SandboxRan { sandbox, uid } => {
                 let made = Sandbox { uid: uid.clone(), stopped: None, removed: false };
@@ -148,10 +173,15 @@ impl Ledger {
             Fact::Created { container, sandbox, name, devices } => {
                 self.create(container, sandbox, name, devices);
             }
+            Fact::Stored(status) => {
+                self.stored.insert(status.uid.clone(), status.clone());
+            }
+            Fact::Node { ready } => self.node_ready = Some(*ready),
             Fact::Left { uid, place } => self.left.push((uid.clone(), place.clone())),
             Fact::Status(status) => {
                 if let Some(pod) = self.pods.get_mut(&status.uid) {
                     pod.status = Some(status.clone());
+                    pod.published = Some(at);
                 }
             }
             Fact::AgentKilled | Fact::AgentFailed { .. } | Fact::Rebooted => {}
@@ -167,6 +197,7 @@ impl Ledger {
             deleting: None,
             unwanted: None,
             status: None,
+            published: None,
         });
         known.spec = pod.clone();
         known.changed = at;

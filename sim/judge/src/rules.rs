@@ -92,6 +92,7 @@ impl Judge {
         if self.ledger.faults_ended.is_none_or(recent) {
             return self.violations;
         }
+        self.check(at, end::the_api_server_is_up_to_date);
         let pods: Vec<PodState> = self.ledger.pods.values().cloned().collect();
         for pod in &pods {
             self.check(at, |view| match pod.ends_since() {

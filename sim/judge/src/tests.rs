@@ -263,3 +263,54 @@ fn a_resize_that_fits_comes_about() {
     check_end(base(100), &[]);
     check_end(base(300), &["resizes-come-about"]);
 }
+
+#[test]
+fn the_api_server_gets_each_status_and_a_ready_node() {
+    let newest = || (3, status("Running", vec![]));
+    let stored = |phase: &str| match status(phase, vec![]) {
+        Fact::Status(status) => (900, Fact::Stored(status)),
+        other => (900, other),
+    };
+    check_end([newest(), stored("Running")], &[]);
+    check_end([newest(), stored("Pending")], &["statuses-are-written"]);
+    check_end([newest(), (900, Fact::Node { ready: true })], &[]);
+    check_end([newest(), (900, Fact::Node { ready: false })], &["the-node-is-ready"]);
+}
+
+#[test]
+fn the_object_of_an_ended_pod_is_deleted() {
+    let deleted = || [(3, Fact::Deleting { uid: "a".to_owned(), grace: 5 }), (4, stop("c1", 5))];
+    let ended = [(5, exited("c1", 0)), (6, Fact::SandboxRemoved { sandbox: "s1".to_owned() })];
+    check_end(deleted().into_iter().chain(ended.clone()), &["ended-pods-leave-nothing"]);
+    let gone = (7, Fact::Unwanted { uid: "a".to_owned() });
+    check_end(deleted().into_iter().chain(ended).chain([gone]), &[]);
+}
+
+#[test]
+fn a_step_of_the_wall_clock_excuses_early_deadlines_and_restarts() {
+    let step = |seconds| (7, Fact::ClockStepped { seconds });
+    let again = |seconds| {
+        [
+            (4, exited("c1", 1)),
+            (4, created("c2", "s1", "main")),
+            (5, started("c2")),
+            (6, exited("c2", 1)),
+            step(seconds),
+            (8, created("c3", "s1", "main")),
+            (9, started("c3")),
+        ]
+    };
+    check(again(60), &[]);
+    let Fact::Wanted(spec) = one(Restart::Never) else { return };
+    let late = |seconds| {
+        let spec = Pod { deadline: Some(100), ..spec.clone() };
+        let start = vec![(0, Fact::Wanted(spec)), (1, ran("s1", "a")), (1, created("c1", "s1", "main"))];
+        judge(
+            start.into_iter().chain([(2, started("c1")), step(seconds), (50, stop("c1", 30))]).collect(),
+            60,
+        )
+    };
+    assert_eq!(late(60), [""; 0]);
+    assert_eq!(late(20), ["stops-have-a-cause"]);
+    assert_eq!(late(-60), ["stops-have-a-cause"]);
+}

@@ -40,6 +40,16 @@ pub enum Fact {
         /// The agent's error.
         why: String,
     },
+    /// The agent may not hear from the API server for these seconds.
+    ApiServerDisturbed {
+        /// Seconds.
+        seconds: u64,
+    },
+    /// The wall clock stepped by these seconds.
+    ClockStepped {
+        /// Seconds; negative for a step back.
+        seconds: i64,
+    },
     /// The machine rebooted: all processes ended.
     Rebooted,
     /// The last fault is over; from now on the node must converge.
@@ -118,6 +128,13 @@ pub enum Fact {
     },
     /// The agent published a pod's status.
     Status(Status),
+    /// At the end of the simulation, the API server has this status of a pod.
+    Stored(Status),
+    /// At the end of the simulation, the API server has this condition of the Node.
+    Node {
+        /// True if the condition `Ready` is true.
+        ready: bool,
+    },
     /// At the end of the simulation, something of a pod is left on the machine.
     Left {
         /// UID of the pod.

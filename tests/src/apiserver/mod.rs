@@ -39,6 +39,7 @@ use std::time::{Duration, Instant};
 use base64::Engine as _;
 use serde_json::{Value, json};
 use socket2::{Domain, Socket, Type};
+use tokio::io::DuplexStream;
 use tokio::sync::{mpsc, watch};
 
 pub use self::authority::Authority;
@@ -200,6 +201,22 @@ impl FakeApi {
         *serving = Some(std::thread::spawn(move || server::serve(&listener, &shared, signals)));
     }
 
+    /// Opens a connection in memory, served by a task of the caller's async runtime: for a simulation, which
+    /// needs no running server.
+    #[must_use]
+    pub fn connect(&self) -> DuplexStream {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        // A connection that ends with an error is the client's to handle.
+        tokio::spawn(server::serve_one(far, Arc::clone(&self.shared)));
+        near
+    }
+
+    /// Returns a receiver of changes of requests and of objects.
+    #[must_use]
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.shared.changes.subscribe()
+    }
+
     /// Stops like a killed process: every connection breaks, new ones are refused.
     pub fn crash(&self) {
         let signals = self.shared.lock().signals.take();
@@ -285,6 +302,12 @@ impl FakeApi {
     #[must_use]
     pub fn get(&self, path: &str) -> Option<Value> {
         self.shared.lock().store.get(&Target::of(path)?).ok()
+    }
+
+    /// Returns the UID of the object at `path`.
+    #[must_use]
+    pub fn uid(&self, path: &str) -> Option<String> {
+        self.shared.lock().store.uid(&Target::of(path)?)
     }
 
     /// Returns every object of a collection in all namespaces: `/api/v1/pods`.

@@ -9,6 +9,7 @@ use hyper::body::{Bytes, Incoming};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnboundedReceiverStream;
@@ -55,11 +56,7 @@ pub(super) fn serve(
                 Ok((stream, _)) = listener.accept() => {
                     // Without this option the last bytes of a watch's event wait for an acknowledgement.
                     let _ = stream.set_nodelay(true);
-                    let shared = Arc::clone(shared);
-                    let service = service_fn(move |request| answer(Arc::clone(&shared), request));
-                    let connection =
-                        hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
-                    connections.spawn(connection);
+                    connections.spawn(serve_one(stream, Arc::clone(shared)));
                 }
                 Some(_) = connections.join_next() => {}
             }
@@ -67,6 +64,15 @@ pub(super) fn serve(
     });
     // Pending events of watches are lost with their connections.
     shared.lock().store.cut(|_| true, true);
+}
+
+/// Serves one connection until it ends.
+pub(super) async fn serve_one(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    shared: Arc<Shared>,
+) -> hyper::Result<()> {
+    let service = service_fn(move |request| answer(Arc::clone(&shared), request));
+    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await
 }
 
 /// Error that breaks the connection.

@@ -70,6 +70,12 @@ impl Store {
         self.objects.get(&Self::key(target)?).cloned().ok_or_else(|| Refusal::not_found(target))
     }
 
+    /// Returns the UID of an object.
+    pub(super) fn uid(&self, target: &Target) -> Option<String> {
+        let object = self.objects.get(&Self::key(target).ok()?)?;
+        object["metadata"]["uid"].as_str().map(str::to_owned)
+    }
+
     pub(super) fn list(&self, target: &Target, query: &BTreeMap<String, String>) -> Value {
         let selection = Selection::of(target, query);
         let items: Vec<Value> = self.selected(&selection).cloned().collect();

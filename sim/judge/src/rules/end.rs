@@ -17,8 +17,28 @@ pub(super) fn ended_pods_leave_nothing(view: &View<'_>, pod: &PodState) {
         view.ledger.sandboxes.iter().filter(|(_, sandbox)| sandbox.uid == *uid && !sandbox.removed);
     rests.extend(sandboxes.map(|(id, _)| format!("sandbox {}", short(id))));
     rests.extend(view.ledger.left.iter().filter(|(left, _)| left == uid).map(|(_, place)| place.clone()));
+    // The node deletes the object of a pod that it has ended (kubelet: `syncBatch` in status_manager.go).
+    if pod.deleting.is_some() && pod.unwanted.is_none() {
+        rests.push("its object".to_owned());
+    }
     if !rests.is_empty() {
         view.breaks("ended-pods-leave-nothing", format!("{}: {}", pod.spec.name, rests.join(", ")));
+    }
+}
+
+/// The API server has the newest published status of each pod, and a ready Node (kubelet: the status manager
+/// tries again until each status is written).
+pub(super) fn the_api_server_is_up_to_date(view: &View<'_>) {
+    for (uid, stored) in &view.ledger.stored {
+        let pod = view.ledger.pods.get(uid).filter(|pod| pod.ends_since().is_none());
+        let Some((pod, newest)) = pod.and_then(|pod| Some((pod, pod.status.as_ref()?))) else { continue };
+        if stored != newest && pod.published.is_none_or(|at| at + REACTION < view.now) {
+            let detail = format!("{}: {} instead of {}", pod.spec.name, stored.phase, newest.phase);
+            view.breaks("statuses-are-written", detail);
+        }
+    }
+    if view.ledger.node_ready == Some(false) {
+        view.breaks("the-node-is-ready", "the condition Ready is not true".to_owned());
     }
 }
 
@@ -82,11 +102,8 @@ fn restarts_are_counted(view: &View<'_>, pod: &PodState, status: &Status) {
 
 /// A resize that fits is in force (KEP-1287: a deferred resize is tried again when room appears).
 fn amounts_are_in_force(view: &View<'_>, pod: &PodState) {
-    let running = view.ledger.pods.iter().filter(|(uid, _)| view.ledger.of_pod(uid).any(Instance::runs));
-    let held: u64 = running
-        .filter(|(uid, _)| **uid != pod.spec.uid)
-        .map(|(uid, pod)| super::given::held(view, uid, pod))
-        .sum();
+    let others = view.ledger.pods.iter().filter(|(uid, _)| **uid != pod.spec.uid);
+    let held: u64 = others.map(|(uid, other)| promised(view, uid, other)).sum();
     if held + pod.cpu() > view.node.cpu {
         return;
     }
@@ -98,6 +115,13 @@ fn amounts_are_in_force(view: &View<'_>, pod: &PodState) {
     if let Some(late) = late {
         view.breaks("resizes-come-about", format!("{}: {late} ({held}m held by others)", pod.spec.name));
     }
+}
+
+/// Returns the CPU that a pod holds: a pod whose containers wait for their restarts holds its whole request.
+fn promised(view: &View<'_>, uid: &str, pod: &PodState) -> u64 {
+    let is_over = |status: &Status| status.phase == "Failed" || status.phase == "Succeeded";
+    let stays = pod.ends_since().is_none() && !pod.status.as_ref().is_none_or(is_over);
+    if stays { pod.cpu() } else { super::given::held(view, uid, pod) }
 }
 
 /// Returns true if all of the pod's containers ended for good, or an init container failed for good.

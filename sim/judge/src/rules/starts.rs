@@ -69,7 +69,8 @@ fn starts_are_wanted(
         return Some(("starts-are-wanted", "the sandbox does not run".to_owned()));
     }
     let ends = pod.ends_since()?;
-    let noticed = ends.max(view.ledger.agent_since.unwrap_or_default()) + REACTION;
+    let able = ends.max(view.ledger.agent_since.unwrap_or_default()).max(view.ledger.deaf_until);
+    let noticed = able + REACTION;
     (asked > noticed).then(|| ("starts-are-wanted", format!("the pod ends since {} s", ends.as_secs())))
 }
 
@@ -126,9 +127,15 @@ fn restarts_after_back_off(
             _ if delay.is_zero() => BACK_OFF,
             _ => (delay * 2).min(BACK_OFF_MAX),
         };
-        last = Some(ended);
+        last = Some((started, ended));
     }
-    let waited = asked.saturating_sub(last?);
+    let (started, ended) = last?;
+    // The runtime's times of starts and ends are the wall clock's (kubelet: `IsInBackOffSince` with
+    // `FinishedAt`): a step shortens the back-off, or makes a crash look like one after a long time.
+    if view.ledger.steps.iter().any(|(at, _)| *at >= started) {
+        return None;
+    }
+    let waited = asked.saturating_sub(ended);
     let due = delay.saturating_sub(Duration::from_secs(1));
     (waited < due).then(|| {
         ("restarts-after-back-off", format!("{} s after its end, not {}", waited.as_secs(), delay.as_secs()))

@@ -30,8 +30,10 @@ fn reason_to_stop(view: &View<'_>, pod: &PodState, instance: &Instance) -> Optio
     if let Some(since) = pod.ends_since() {
         return Some((since, pod.deleting.map_or(pod.spec.grace, |(_, grace)| grace)));
     }
-    // The deadline counts from the status's startTime, which follows the creation; the API has seconds.
-    let over = |limit: u64| (pod.created + Duration::from_secs(limit)).saturating_sub(Duration::from_secs(1));
+    // The deadline counts from the status's startTime, which follows the creation, by the wall clock; the API
+    // has seconds (kubelet: `pastActiveDeadline`).
+    let ahead = view.ledger.steps_forward(pod.created).saturating_add(1);
+    let over = |limit: u64| pod.created + Duration::from_secs(limit.saturating_sub(ahead));
     if let Some(since) = pod.spec.deadline.map(over).filter(|since| view.now >= *since) {
         return Some((since, pod.spec.grace));
     }
