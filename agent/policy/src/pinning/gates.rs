@@ -11,6 +11,8 @@ pub struct Gates {
     pub pod_level_resources: bool,
     /// `PodLevelResourceManagers` (KEP-5526)
     pub pod_level_managers: bool,
+    /// `InPlacePodVerticalScalingExclusiveCPUs` (KEP-5554)
+    pub resize_exclusive_cpus: bool,
 }
 
 impl Default for Gates {
@@ -20,6 +22,7 @@ impl Default for Gates {
             cpu_beta_options: true,
             pod_level_resources: true,
             pod_level_managers: false,
+            resize_exclusive_cpus: false,
         }
     }
 }
@@ -32,6 +35,7 @@ impl Gates {
             "CPUManagerPolicyBetaOptions" => self.cpu_beta_options = enabled,
             "PodLevelResources" => self.pod_level_resources = enabled,
             "PodLevelResourceManagers" => self.pod_level_managers = enabled,
+            "InPlacePodVerticalScalingExclusiveCPUs" => self.resize_exclusive_cpus = enabled,
             _ => {}
         }
     }

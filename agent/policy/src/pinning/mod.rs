@@ -25,6 +25,8 @@ pub mod memory;
 pub mod needs;
 pub mod nodes;
 pub mod pins;
+pub mod resize;
+pub mod signals;
 mod state_file;
 pub mod topology;
 

@@ -32,7 +32,7 @@ pub struct Alignment {
     pub hints: Vec<(String, Vec<ProviderHints>)>,
 }
 
-const NO_LOCALITY: &str = "Resources cannot be allocated with Topology locality";
+pub(super) const NO_LOCALITY: &str = "Resources cannot be allocated with Topology locality";
 const NO_LOCALITY_OF_POD: &str =
     "Pod Scope pod with pod-level resources failed admission under pod-scope topology manager";
 const NO_LOCALITY_OF_CONTAINER: &str =

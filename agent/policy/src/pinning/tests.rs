@@ -1,4 +1,5 @@
-//! Random schedules: pods are admitted, start containers, are removed, and the agent restarts, in any order.
+//! Random schedules: pods are admitted, start containers, are resized and removed, and the agent restarts,
+//! with or without its state file, in any order.
 //! No CPU is in two exclusive sets, no reserved CPU is in one, and everything becomes free again.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -38,9 +39,23 @@ struct Setup {
 
 #[derive(Debug, Clone)]
 enum Event {
-    Admit { pod: usize, spec: Spec },
-    Remove { pod: usize },
-    Start { pod: usize, container: usize },
+    Admit {
+        pod: usize,
+        spec: Spec,
+    },
+    Remove {
+        pod: usize,
+    },
+    Resize {
+        pod: usize,
+        apps: Vec<u32>,
+    },
+    /// The agent starts without the state file of the CPUs, and containers run on.
+    Lost,
+    Start {
+        pod: usize,
+        container: usize,
+    },
     Restart,
 }
 
@@ -86,6 +101,9 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         5 => (0..PODS, spec()).prop_map(|(pod, spec)| Event::Admit { pod, spec }),
         2 => (0..PODS).prop_map(|pod| Event::Remove { pod }),
+        2 => (0..PODS, prop::collection::vec(0_u32..6, 3))
+            .prop_map(|(pod, apps)| Event::Resize { pod, apps }),
+        1 => Just(Event::Lost),
         2 => (0..PODS, 0_usize..6).prop_map(|(pod, container)| Event::Start { pod, container }),
         1 => Just(Event::Restart),
     ]
@@ -252,10 +270,43 @@ fn admit(pins: &mut Pins, needs: &Needs) -> bool {
     admitted
 }
 
+/// Resizes a pod; a refused resize changes nothing.
+fn resize(pins: &mut Pins, needs: &mut Needs, spec: &mut Spec, apps: &[u32], (pod, setup): (usize, &Setup)) {
+    let mut new = spec.clone();
+    new.apps.iter_mut().zip(apps).for_each(|((cpus, _), wanted)| *cpus = *wanted);
+    let wanted = Needs::read(&new.pod(pod), setup.gates()).unwrap();
+    let before = pins.cpus.state().clone();
+    match pins.resize(&wanted, needs) {
+        Ok(()) => {
+            assert!(pins.holds(&wanted), "a resized pod lacks something");
+            for container in &wanted.containers {
+                let of =
+                    |state: &cpus::CpuState| state.containers.get(&wanted.uid)?.get(&container.name).cloned();
+                let Some((old, new)) = of(&before).zip(of(pins.cpus.state())) else { continue };
+                assert_eq!(old.common(&new), old.len().min(new.len()), "{} moved", container.name);
+            }
+            (*needs, *spec) = (wanted, new);
+        }
+        Err(_) => assert_eq!(*pins.cpus.state(), before),
+    }
+}
+
+/// Loses the state of the CPUs, and gives the containers back the CPUs that they run on.
+fn reclaim(pins: &mut Pins, pods: &BTreeMap<usize, Needs>, setup: &Setup) {
+    let running = std::mem::replace(&mut pins.cpus, setup.start(None).unwrap().cpus);
+    for needs in pods.values() {
+        for container in needs.containers.iter().filter(|container| container.kind != Kind::Init) {
+            if let Some(cpus) = running.of(&needs.uid, &container.name) {
+                pins.cpus.reclaim(needs, &container.name, cpus);
+            }
+        }
+    }
+}
+
 fn play(setup: &Setup, events: Vec<Event>) {
     let Some(mut pins) = setup.start(None) else { return };
     let fresh = pins.clone();
-    let mut pods: BTreeMap<usize, Needs> = BTreeMap::new();
+    let (mut pods, mut specs) = (BTreeMap::new(), BTreeMap::new());
     for event in events {
         match event {
             Event::Admit { pod, spec } if !pods.contains_key(&pod) => {
@@ -263,6 +314,7 @@ fn play(setup: &Setup, events: Vec<Event>) {
                 if admit(&mut pins, &needs) {
                     assert!(pins.holds(&needs), "an admitted pod lacks something");
                     pods.insert(pod, needs);
+                    specs.insert(pod, spec);
                 }
             }
             Event::Admit { .. } => {}
@@ -277,6 +329,22 @@ fn play(setup: &Setup, events: Vec<Event>) {
                 {
                     pins.container_starts(needs, &container.name);
                 }
+            }
+            Event::Resize { pod, apps } => {
+                if let (Some(needs), Some(spec)) = (pods.get_mut(&pod), specs.get_mut(&pod)) {
+                    resize(&mut pins, needs, spec, &apps, (pod, setup));
+                }
+            }
+            Event::Lost => {
+                reclaim(&mut pins, &pods, setup);
+                check(&pins, &pods, setup);
+                pods.retain(|_, needs| {
+                    let holds = pins.holds(needs);
+                    if !holds {
+                        pins.release(&needs.uid);
+                    }
+                    holds
+                });
             }
             // Like the kubelet, the agent cannot start again once strict reservation has left no shared CPU.
             Event::Restart if pins.cpus.state().shared.is_empty() => {}
@@ -298,7 +366,7 @@ fn play(setup: &Setup, events: Vec<Event>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
     #[test]
     fn pinning_assigns_nothing_twice_and_frees_everything(
@@ -307,6 +375,10 @@ proptest! {
     ) {
         play(&setup, events);
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
 
     /// Admissions of several pods are under way at a time: plugins are asked between two containers of a pod.
     #[test]

@@ -8,6 +8,8 @@ pub(crate) mod distributed;
 pub mod options;
 pub(crate) mod packed;
 mod pod;
+mod reclaim;
+mod resize;
 pub mod restart;
 mod state;
 pub mod view;
@@ -171,7 +173,7 @@ impl CpuManager {
         if container.cpus == 0 || needs.ignored {
             return Ok(());
         }
-        own.check_cores(&self.state, container.cpus)?;
+        own.check_cores(&self.state, container.cpus, container.cpus)?;
         let cpus = match self.of(&needs.uid, &container.name) {
             Some(held) => held.clone(),
             None => {
@@ -326,8 +328,8 @@ impl Static {
         state.shared.difference(&self.reserved)
     }
 
-    /// Checks `full-pcpus-only`: whole cores, and enough free ones (`enforceSMTAlignment`).
-    fn check_cores(&self, state: &CpuState, count: usize) -> Result<(), Refusal> {
+    /// Checks `full-pcpus-only`: whole cores, and enough free ones for `more` CPUs (`enforceSMTAlignment`).
+    fn check_cores(&self, state: &CpuState, count: usize, more: usize) -> Result<(), Refusal> {
         if !self.options.full_cores {
             return Ok(());
         }
@@ -339,9 +341,9 @@ impl Static {
             return refuse(format!("requested {count} cpus not multiple cpus per core = {per_core}"));
         }
         let free = state.shared.difference(&self.reserved_cores).len();
-        if count > free {
+        if more > free {
             return refuse(format!(
-                "not enough free physical CPUs: available physical CPUs = {free}, requested CPUs = {count}, CPUs per core = {per_core}"
+                "not enough free physical CPUs: available physical CPUs = {free}, requested CPUs = {more}, CPUs per core = {per_core}"
             ));
         }
         Ok(())

@@ -47,7 +47,7 @@ impl CpuManager {
         let of_pod = match held {
             Some(held) => held,
             None => {
-                own.check_cores(&self.state, needs.cpus)?;
+                own.check_cores(&self.state, needs.cpus, needs.cpus)?;
                 let claimed = own.claim_near(&self.state, needs.cpus, nodes, &CpuSet::default());
                 claimed.map_err(Refusal::unexpected)?
             }
