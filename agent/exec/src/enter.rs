@@ -91,10 +91,11 @@ pub(crate) enum Stage {
     Session,
     WorkingDirectory,
     Program,
+    AppArmor,
 }
 
 impl Stage {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Cgroup,
         Self::OomScore,
         Self::Streams,
@@ -109,6 +110,7 @@ impl Stage {
         Self::Session,
         Self::WorkingDirectory,
         Self::Program,
+        Self::AppArmor,
     ];
 
     /// Describes the step, after "cannot".
@@ -128,6 +130,7 @@ impl Stage {
             Self::Session => "start a session",
             Self::WorkingDirectory => "change to the container's working directory",
             Self::Program => "execute the command",
+            Self::AppArmor => "request the AppArmor profile",
         }
     }
 
@@ -202,6 +205,7 @@ fn become_container(entry: &Entry, status: &File) -> Step<()> {
         at(Stage::Cgroup, places::join(dir))?;
     }
     at(Stage::OomScore, fs::write("/proc/self/oom_score_adj", plan.oom_score_adj.to_string()))?;
+    at(Stage::AppArmor, confine_on_exec(&plan.apparmor))?;
     at(Stage::Streams, streams(entry))?;
     at(Stage::Limits, entry.limits.iter().try_for_each(set_limit))?;
     sys::reset_signals(entry.ignored);
@@ -229,6 +233,21 @@ fn become_container(entry: &Entry, status: &File) -> Step<()> {
     }
     // A change of the user resets this (kernel: commit_creds).
     at(Stage::Session, set_dumpable_behavior(DumpableBehavior::NotDumpable))
+}
+
+/// Requests an AppArmor profile for the next program that is executed. A child inherits the request (kernel:
+/// security/apparmor/lsm.c, `apparmor_task_alloc`), so the command has the profile from its program on. The
+/// file belongs to this process on the machine.
+fn confine_on_exec(profile: &str) -> io::Result<()> {
+    if profile.is_empty() {
+        return Ok(());
+    }
+    let request = format!("exec {profile}");
+    match fs::write("/proc/self/attr/apparmor/exec", &request) {
+        // Before Linux 5.8 one file serves all security modules.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => fs::write("/proc/self/attr/exec", request),
+        written => written,
+    }
 }
 
 /// Puts the streams in place. The pipes belong to the container's user, who may open them again by name

@@ -62,12 +62,62 @@ pub(crate) struct Leaf {
     is_unified: bool,
 }
 
+/// The mounted hierarchies of cgroups. On a node of many containers the table of mounts is long, and writing
+/// it costs the kernel more than all else that a command needs: so the server reads the table once.
+#[derive(Debug)]
+pub(crate) struct Hierarchies(Vec<Mounted>);
+
+/// A mounted hierarchy.
+#[derive(Debug)]
+struct Mounted {
+    point: PathBuf,
+    /// Options of version 1, which name the controllers; `None`: cgroup2.
+    options: Option<Vec<u8>>,
+}
+
+impl Hierarchies {
+    pub(crate) fn read() -> io::Result<Self> {
+        Ok(Self::of(&mountinfo::read()?))
+    }
+
+    fn of(table: &[u8]) -> Self {
+        let hierarchy = |mount: mountinfo::Mount<'_>| {
+            let options = match mount.fs_type {
+                b"cgroup2" => None,
+                b"cgroup" => Some(mount.super_options.to_vec()),
+                _ => return None,
+            };
+            (mount.root == b"/").then_some(Mounted { point: mount.point, options })
+        };
+        Self(mountinfo::mounts(table).filter_map(hierarchy).collect())
+    }
+
+    /// Returns the mount of the hierarchy with these controllers, as in `/proc/PID/cgroup`.
+    fn mount(&self, controllers: &str) -> Option<&Path> {
+        let first = controllers.split(',').next().unwrap_or_default();
+        let is_meant = |mounted: &&Mounted| match &mounted.options {
+            None => controllers.is_empty(),
+            Some(options) => options.split(|byte| *byte == b',').any(|option| option == first.as_bytes()),
+        };
+        self.0.iter().find(is_meant).map(|mounted| mounted.point.as_path())
+    }
+
+    /// Returns true if all hierarchies of a `/proc/PID/cgroup` are known.
+    fn has_all(&self, lines: &str) -> bool {
+        let mut controllers = lines.lines().filter_map(|line| line.splitn(3, ':').nth(1));
+        controllers.all(|controllers| self.mount(controllers).is_some())
+    }
+}
+
 impl Places {
     /// Finds the cgroups of the container whose first process is `pid`, and creates the command's own.
-    pub(crate) fn of(pid: u32, container: &str) -> io::Result<Self> {
-        let table = mountinfo::read()?;
+    pub(crate) fn of(pid: u32, container: &str, hierarchies: &Hierarchies) -> io::Result<Self> {
         let lines = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
-        let places = parse(&lines, &table, container)?;
+        let places = match hierarchies.has_all(&lines) {
+            true => parse(&lines, hierarchies, container)?,
+            // A hierarchy may have been mounted since.
+            false => parse(&lines, &Hierarchies::read()?, container)?,
+        };
         let of_kind = |kind| places.iter().find(move |place| place.kind == kind && place.is_own);
         let tracking = of_kind(Kind::Unified).or_else(|| of_kind(Kind::Freezer)).ok_or_else(|| {
             io::Error::other("the container has no cgroup of its own in cgroup2 or the freezer hierarchy")
@@ -79,25 +129,16 @@ impl Places {
     }
 }
 
-/// Parses `/proc/PID/cgroup` of a container's process with the table of mounts.
-fn parse(lines: &str, table: &[u8], container: &str) -> io::Result<Vec<Place>> {
+/// Parses `/proc/PID/cgroup` of a container's process.
+fn parse(lines: &str, hierarchies: &Hierarchies, container: &str) -> io::Result<Vec<Place>> {
     let mut places = Vec::new();
     for line in lines.lines() {
         let mut fields = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else {
             continue;
         };
-        let mount = mountinfo::mounts(table).find(|mount| {
-            let mut options = mount.super_options.split(|byte| *byte == b',');
-            let has = |name: &str| options.any(|option| option == name.as_bytes());
-            mount.root == b"/"
-                && match controllers {
-                    "" => mount.fs_type == b"cgroup2",
-                    _ => mount.fs_type == b"cgroup" && controllers.split(',').next().is_some_and(has),
-                }
-        });
         // A hierarchy that is not mounted can't be joined, neither by the runtime.
-        let Some(mount) = mount else { continue };
+        let Some(mount) = hierarchies.mount(controllers) else { continue };
         // A process of the container may have moved itself further down.
         let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
         if parts.contains(&"..") {
@@ -105,7 +146,7 @@ fn parse(lines: &str, table: &[u8], container: &str) -> io::Result<Vec<Place>> {
         }
         let own = parts.iter().position(|part| part.contains(container));
         let kept = own.map_or(parts.len(), |place| place.saturating_add(1));
-        let dir = parts.iter().take(kept).fold(mount.point.clone(), |dir, part| dir.join(part));
+        let dir = parts.iter().take(kept).fold(mount.to_owned(), |dir, part| dir.join(part));
         let kind = match controllers {
             "" => Kind::Unified,
             _ if controllers.split(',').any(|name| name == "freezer") => Kind::Freezer,
@@ -225,16 +266,18 @@ mod tests {
             place("/cg/systemd", Kind::Other, false),
             place("/cg/unified/pods/c1", Kind::Unified, true),
         ];
-        assert_eq!(parse(lines, HYBRID, "c1").unwrap(), expected);
+        assert_eq!(parse(lines, &Hierarchies::of(HYBRID), "c1").unwrap(), expected);
+        assert!(!Hierarchies::of(HYBRID).has_all(lines), "no hierarchy of the controller pids is mounted");
         // A scope of systemd has the id in its name.
-        let scope = parse("0::/pods.slice/cri-containerd-c1.scope\n", HYBRID, "c1").unwrap();
+        let scope =
+            parse("0::/pods.slice/cri-containerd-c1.scope\n", &Hierarchies::of(HYBRID), "c1").unwrap();
         assert_eq!(scope[0].dir, Path::new("/cg/unified/pods.slice/cri-containerd-c1.scope"));
     }
 
     #[test]
     fn a_process_outside_the_container_is_refused() {
-        assert!(parse("3:cpu,cpuacct:/pods/c2\n0::/pods/c2\n", HYBRID, "c1").is_err());
-        assert!(parse("0::/../../c1\n", HYBRID, "c1").is_err());
-        assert!(parse("", HYBRID, "c1").is_err());
+        assert!(parse("3:cpu,cpuacct:/pods/c2\n0::/pods/c2\n", &Hierarchies::of(HYBRID), "c1").is_err());
+        assert!(parse("0::/../../c1\n", &Hierarchies::of(HYBRID), "c1").is_err());
+        assert!(parse("", &Hierarchies::of(HYBRID), "c1").is_err());
     }
 }

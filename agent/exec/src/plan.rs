@@ -105,6 +105,8 @@ const LINUX: [&str; 12] = [
     "maskedPaths",
     "readonlyPaths",
 ];
+/// Maximum length of the name of an AppArmor profile, in bytes: the kernel accepts a page.
+const MAX_PROFILE: usize = 4000;
 /// Namespaces that a command joins; a container without one of them shares the machine's.
 const NAMESPACES: [&str; 6] = ["pid", "network", "ipc", "uts", "mount", "cgroup"];
 
@@ -149,6 +151,8 @@ pub(crate) struct Capabilities {
 
 /// The identity of a container's processes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+// A helper of an earlier version must not leave out a part that it does not know.
+#[serde(deny_unknown_fields)]
 pub struct Plan {
     pub(crate) uid: u32,
     pub(crate) gid: u32,
@@ -160,6 +164,8 @@ pub struct Plan {
     pub(crate) limits: Vec<Limit>,
     pub(crate) no_new_privileges: bool,
     pub(crate) oom_score_adj: i32,
+    /// AppArmor profile; empty without one.
+    pub(crate) apparmor: String,
     /// `linux.seccomp`, unread; null without a profile.
     pub(crate) seccomp: Value,
 }
@@ -211,8 +217,11 @@ impl Plan {
         known("process.user", user, &USER)?;
         known("linux", linux, &LINUX)?;
         let text = |name: &str| process.get(name).and_then(Value::as_str).unwrap_or_default();
-        if !text("apparmorProfile").is_empty() {
-            return Err(Unsupported::Feature(format!("AppArmor profile `{}`", text("apparmorProfile"))));
+        let apparmor = text("apparmorProfile");
+        if apparmor.len() > MAX_PROFILE || apparmor.contains(char::is_control) {
+            return Err(Unsupported::Malformed(
+                "`process.apparmorProfile` is not a profile's name".to_owned(),
+            ));
         }
         if !text("selinuxLabel").is_empty() {
             return Err(Unsupported::Feature("SELinux labels".to_owned()));
@@ -245,6 +254,7 @@ impl Plan {
             limits: list(process, "rlimits")?.iter().map(Limit::read).collect::<Result<_, _>>()?,
             no_new_privileges: process.get("noNewPrivileges").and_then(Value::as_bool).unwrap_or(false),
             oom_score_adj,
+            apparmor: apparmor.to_owned(),
             seccomp: linux.get("seccomp").cloned().unwrap_or(Value::Null),
         })
     }
@@ -335,7 +345,7 @@ mod tests {
                     "args": ["/bin/app"], "env": ["PATH=/bin", "A=b"], "cwd": "/srv",
                     "capabilities": {"bounding": ["CAP_CHOWN", "CAP_KILL"], "effective": ["CAP_KILL"]},
                     "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 10, "hard": 20}],
-                    "noNewPrivileges": true, "oomScoreAdj": -997,
+                    "noNewPrivileges": true, "oomScoreAdj": -997, "apparmorProfile": "cri-containerd.apparmor.d",
                 },
                 "linux": {
                     "namespaces": [{"type": "pid"}, {"type": "network", "path": "/proc/1/ns/net"}],
@@ -368,6 +378,7 @@ mod tests {
             limits: vec![Limit { resource: 7, soft: 10, hard: 20 }],
             no_new_privileges: true,
             oom_score_adj: -997,
+            apparmor: "cri-containerd.apparmor.d".to_owned(),
             seccomp: Value::Null,
         };
         assert_eq!(described, Described { pid: 4711, plan });
@@ -397,7 +408,9 @@ mod tests {
             |info| info["pid"] = json!(0),
             "the runtime reports no process of the container (only containerd does)",
         );
-        check(process("apparmorProfile", json!("x")), "the helper does not reproduce AppArmor profile `x`");
+        let malformed =
+            "the container's spec is malformed: `process.apparmorProfile` is not a profile's name";
+        check(process("apparmorProfile", json!("a\nb")), malformed);
         check(
             process("oomScoreAdj", Value::Null),
             "the helper does not reproduce a container without an OOM score",

@@ -21,6 +21,7 @@ use rustix::{
 };
 
 use crate::{
+    places::Hierarchies,
     supervise,
     sys::{self, Fork, SingleThread},
 };
@@ -41,6 +42,7 @@ pub fn serve(socket: &Path) -> Result<()> {
     rustix::thread::set_name(NAME).context("cannot name this process")?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).context("cannot hide this process")?;
     let single = SingleThread::check().context("cannot count the helper's threads")?;
+    let hierarchies = Hierarchies::read().context("cannot read the table of mounts")?;
     let listener = bind(socket)?;
     sys::ignore_children();
     loop {
@@ -52,7 +54,7 @@ pub fn serve(socket: &Path) -> Result<()> {
         match sys::fork(single, None) {
             Ok(Fork::Child) => {
                 drop(listener);
-                sys::exit(i32::from(handle(single, agent).is_err()));
+                sys::exit(i32::from(handle(single, agent, &hierarchies).is_err()));
             }
             Ok(Fork::Parent(_)) => {}
             Err(error) => eprintln!("beelet-exec: cannot start a process for a request: {error}"),
@@ -61,13 +63,13 @@ pub fn serve(socket: &Path) -> Result<()> {
 }
 
 /// Serves one connection, of root only.
-fn handle(single: SingleThread, agent: UnixStream) -> Result<()> {
+fn handle(single: SingleThread, agent: UnixStream, hierarchies: &Hierarchies) -> Result<()> {
     sys::reset_signals(0);
     let peer = rustix::net::sockopt::socket_peercred(&agent).context("cannot identify the peer")?;
     if !peer.uid.is_root() {
         bail!("a request of user {} is refused", peer.uid.as_raw());
     }
-    supervise::serve(single, agent).context("cannot serve a request").inspect_err(|error| {
+    supervise::serve(single, agent, hierarchies).context("cannot serve a request").inspect_err(|error| {
         let _ = writeln!(io::stderr(), "beelet-exec: {error:#}");
     })
 }

@@ -28,7 +28,7 @@ use serde_json::Value;
 
 use crate::{
     enter::{self, Entry, Message},
-    places::Places,
+    places::{Hierarchies, Places},
     plan::{LIMITS, Limit, Plan},
     seccomp,
     sys::{self, Fork, SingleThread},
@@ -47,11 +47,15 @@ const SHIM: &str = "containerd-shim";
 const KEPT_BY_GO: u64 = 1 << (libc::SIGHUP - 1) | 1 << (libc::SIGINT - 1) | 1 << 31;
 
 /// Serves the request of a connection.
-pub(crate) fn serve(single: SingleThread, mut agent: UnixStream) -> io::Result<()> {
+pub(crate) fn serve(
+    single: SingleThread,
+    mut agent: UnixStream,
+    hierarchies: &Hierarchies,
+) -> io::Result<()> {
     agent.set_read_timeout(Some(MESSAGE_WITHIN))?;
     agent.set_write_timeout(Some(MESSAGE_WITHIN))?;
     let request = read_request(&mut agent)?;
-    let reply = run(single, request, &agent).unwrap_or_else(|reply| reply);
+    let reply = run(single, request, &agent, hierarchies).unwrap_or_else(|reply| reply);
     let message = wire::encode(&reply).map_err(io::Error::other)?;
     agent.write_all(&message)
 }
@@ -67,14 +71,19 @@ fn read_request(agent: &mut UnixStream) -> io::Result<Request> {
 }
 
 /// Runs the command of a request. Both values of the result are replies.
-fn run(single: SingleThread, request: Request, agent: &UnixStream) -> Result<Reply, Reply> {
+fn run(
+    single: SingleThread,
+    request: Request,
+    agent: &UnixStream,
+    hierarchies: &Hierarchies,
+) -> Result<Reply, Reply> {
     let deadline = Instant::now().after(Duration::from_millis(request.within_ms).min(LONGEST));
     let first = first_process(&request)?;
     let runtime = |what: &str, error: io::Error| Reply::UseRuntime(format!("cannot {what}: {error}"));
     let inherited = Inherited::of(request.pid).map_err(|error| runtime("read the shim's limits", error))?;
     let filters = seccomp::compile(&request.plan.seccomp);
     let filters = filters.map_err(|error| Reply::UseRuntime(error.to_string()))?;
-    let places = Places::of(request.pid, &request.container);
+    let places = Places::of(request.pid, &request.container, hierarchies);
     let places = places.map_err(|error| runtime("find the container's cgroups", error))?;
     let (command, entry) = match prepare(request, first, &inherited, filters, &places) {
         Ok(prepared) => prepared,
