@@ -22,9 +22,21 @@ impl Helper {
     /// # Errors
     /// The helper can't be built or started.
     pub fn start(dir: &Path) -> Result<Helper> {
+        Helper::run(&binary()?, dir)
+    }
+
+    /// Starts the helper next to this agent's binary, with its socket in `dir`.
+    ///
+    /// # Errors
+    /// The helper is missing or can't be started.
+    pub fn beside(agent: &Path, dir: &Path) -> Result<Helper> {
+        Helper::run(&agent.with_file_name("beelet-exec"), dir)
+    }
+
+    fn run(binary: &Path, dir: &Path) -> Result<Helper> {
         let socket = dir.join("exec.sock");
         let log = std::fs::File::create(dir.join("exec.log")).context("cannot create the helper's log")?;
-        let child = Command::new(binary()?)
+        let child = Command::new(binary)
             .arg(&socket)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

@@ -30,7 +30,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Row> {
     // The daemons have a cgroup of their own, whose counter includes processes that have ended.
     let daemons = CgroupRoot::new(&unique("bench-exec"))?;
     let containerd = Containerd::start(&workdir::target_dir().join("bench/exec"))?;
-    let helper = Helper::start(containerd.dir())?;
+    let helper = Helper::beside(binary, containerd.dir())?;
     let mut options = Options::on(&containerd);
     options.binary = Some(binary.to_path_buf());
     let socket = helper.socket().to_str().context("the socket's path is not text")?;

@@ -19,6 +19,7 @@ mod observe;
 mod owner;
 mod podsapi;
 mod pressure;
+mod probe_edits;
 mod probes;
 mod simulated;
 mod tuner;
@@ -80,7 +81,7 @@ enum What {
     Footprint,
     /// Time from a listener's start or end to the pod's readiness
     Probes,
-    /// Only those rows of `probes` that are about exec and HTTP probes
+    /// Only those rows of `probes` that are about exec and HTTP probes, and about changed probes
     Requests,
     /// Time from low memory to the eviction decision
     Pressure,
@@ -277,8 +278,14 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
             rows.extend(footprint::run(binary, quick)?);
             observe::run(binary, quick, rows)?;
         }
-        What::Probes => probes::run(binary, quick, rows)?,
-        What::Requests => probes::connections(binary, quick, rows)?,
+        What::Probes => {
+            probes::run(binary, quick, rows)?;
+            rows.push(probe_edits::run(binary, quick)?);
+        }
+        What::Requests => {
+            rows.push(probe_edits::run(binary, quick)?);
+            probes::connections(binary, quick, rows)?;
+        }
         What::Pressure => rows.extend(pressure::run(binary, quick)?),
         What::Lifecycle => lifecycle::run(binary, quick, rows)?,
         What::Simulated => simulated::run(binary, quick, rows)?,

@@ -104,7 +104,7 @@ fn dynamic_build(test: &str, with_agent: bool) -> Command {
     let mut command = shell::cargo();
     command.args(["build", "--test", test]);
     if with_agent {
-        command.args(["--bin", "beelet"]);
+        command.args(["--bin", "beelet", "--bin", "beelet-exec"]);
     }
     command.args(xtask::test::selection()).args(["--message-format", "json-render-diagnostics"]);
     command

@@ -6,7 +6,8 @@
 //! The kinds of interference are in `scenarios`. Each is measured in several rounds, with a run without the
 //! tuner directly followed by one with it, so that other load on the machine affects both alike; a row is the
 //! 99th percentile of each run. All pods run before the interference starts. The warm-up, in which the tuner
-//! settles, is not measured. A memory shortage can be fought only with `memory.high`, on cgroup version 2;
+//! settles, is not measured. The scenario `pinned` compares a server without and with a
+//! CPU of its own instead. A memory shortage can be fought only with `memory.high`, on cgroup version 2;
 //! elsewhere its row has no bound and a note. That row is also measured with `cpuCaps: always`. The whole
 //! node's cgroup gets the highest weight, so that other work of this machine counts little.
 
@@ -69,7 +70,8 @@ pub(super) fn run(binary: &Path, quick: bool, names: &[String]) -> Result<Vec<Ro
         alone.push(measure("alone", None, Mode::Off)?);
         for (scenario, measured) in chosen.iter().zip(&mut all) {
             measured.off.push(measure(scenario.name, Some(scenario), Mode::Off)?);
-            measured.enforce.push(measure(scenario.name, Some(scenario), Mode::Enforce)?);
+            let mode = if scenario.pins { Mode::Pinned } else { Mode::Enforce };
+            measured.enforce.push(measure(scenario.name, Some(scenario), mode)?);
             if !scenario.capped.is_empty() {
                 measured.capped.push(measure(scenario.capped, Some(scenario), Mode::Capped)?);
             }
@@ -130,6 +132,7 @@ fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high:
     let mut row = Row::unbound("tuner", enforce_name, "ms", p99(enforce)).beside("off", p99(off));
     let reactions: Vec<f64> = enforce.iter().filter_map(|run| run.reaction).collect();
     row = match reactions.is_empty() {
+        _ if scenario.pins => row.with_note("the server has a CPU for itself; the tuner is off"),
         true => row.with_note("the tuner made no step"),
         false => row.beside("first_step_after_ms", reactions),
     };

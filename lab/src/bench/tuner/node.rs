@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 /// requests.
 const LOAD: (&str, &str) = ("300", "1000");
 const REQUESTS: (&str, &str) = ("300m", "64Mi");
+/// The same of a server that may have a CPU for itself.
+const WHOLE: (&str, &str) = ("1", "64Mi");
 /// Memory of all pods in MiB in scenarios that are short of memory.
 const SHORT_MIB: u64 = 512;
 /// Size of the server's file there in MiB: less than its request. Each page is read about every two seconds.
@@ -41,6 +43,8 @@ pub(super) enum Mode {
     Enforce,
     /// `Enforce` with caps on CPU use on any kernel.
     Capped,
+    /// Without the tuner, with `cpuManagerPolicy: static`.
+    Pinned,
 }
 
 /// Measurements of a run.
@@ -138,7 +142,8 @@ impl Node<'_> {
         }
         let log = Log { folder: logs, uid: uid.clone() };
         log.wait_for("measuring")?;
-        let server = pod_path("Burstable", &uid);
+        let pins = scenario.is_some_and(|scenario| scenario.pins);
+        let server = pod_path(if pins { "Guaranteed" } else { "Burstable" }, &uid);
         let (before, began) = (self.used(&server, &others)?, Instant::now());
         // The pod's cgroup is removed with the server, so the last reading is a moment earlier.
         pause(Duration::from_secs(seconds.into()).mul_f64(0.95).saturating_sub(began.elapsed()))?;
@@ -153,7 +158,7 @@ impl Node<'_> {
     fn start(&self, scenario: Option<&Scenario>, mode: Mode) -> Result<(Agent, PathBuf)> {
         let name = scenario.map_or("alone", |scenario| scenario.name);
         let tuner = match mode {
-            Mode::Off => json!({ "mode": "off" }),
+            Mode::Off | Mode::Pinned => json!({ "mode": "off" }),
             Mode::Enforce => json!({ "mode": "enforce" }),
             Mode::Capped => json!({ "mode": "enforce", "cpuCaps": "always" }),
         };
@@ -164,6 +169,9 @@ impl Node<'_> {
             let reserved = format!("{}Ki", memory_kib()? - SHORT_MIB * 1024);
             options = options.kubelet("systemReserved", json!({ "memory": reserved }));
             options = options.kubelet("evictionHard", json!({ "memory.available": "0%" }));
+        }
+        if let Mode::Pinned = mode {
+            options = options.kubelet("cpuManagerPolicy", "static").kubelet("reservedSystemCPUs", "0");
         }
         options.binary = Some(self.binary.to_path_buf());
         let logs = PathBuf::from(options.kubelet["podLogsDir"].as_str().unwrap_or_default());
@@ -191,7 +199,11 @@ impl Node<'_> {
             command.extend(["--data", DATA_MIB]);
         }
         let limit = scenario.map_or("", |scenario| scenario.limit);
-        let mut pod = manifests::with_resources(manifests::pod("server", &command), REQUESTS, (limit, ""));
+        let (requests, limits) = match scenario.is_some_and(|scenario| scenario.pins) {
+            true => (WHOLE, WHOLE),
+            false => (REQUESTS, (limit, "")),
+        };
+        let mut pod = manifests::with_resources(manifests::pod("server", &command), requests, limits);
         pod["spec"]["restartPolicy"] = json!("Never");
         pod
     }

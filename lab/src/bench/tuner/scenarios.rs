@@ -23,6 +23,9 @@ pub(super) struct Scenario {
     /// All pods together have less memory than the neighbours want, and the server reads its answers from a
     /// file, which stays in memory unless it is reclaimed.
     pub(super) short_of_memory: bool,
+    /// The server is a Guaranteed pod with one CPU: once in the shared pool, and once with the CPU for
+    /// itself. The tuner is off.
+    pub(super) pins: bool,
     /// Factor of the measuring time; a scenario with more than 1 runs only on request.
     pub(super) times: u32,
 }
@@ -84,11 +87,11 @@ const fn best_effort(name: &'static str, work: Work) -> Neighbour {
 }
 
 const fn scenario(name: &'static str, rows: [&'static str; 3], neighbours: &'static [Neighbour]) -> Scenario {
-    Scenario { name, rows, limit: "", capped: "", neighbours, short_of_memory: false, times: 1 }
+    Scenario { name, rows, limit: "", capped: "", neighbours, short_of_memory: false, pins: false, times: 1 }
 }
 
 /// All scenarios.
-pub(super) const SCENARIOS: [Scenario; 6] = [
+pub(super) const SCENARIOS: [Scenario; 7] = [
     scenario("busy", ["busy_off", "busy_enforce", "busy_cpu_lost"], &[best_effort("batch", Work::Busy(2))]),
     Scenario {
         // A tenth of a second of its average use is 30 ms, and its requests arrive at random.
@@ -113,6 +116,16 @@ pub(super) const SCENARIOS: [Scenario; 6] = [
             "memory",
             ["memory_off", "memory_enforce", "memory_stood_still"],
             &[best_effort("reader", Work::Read(1024)), best_effort("grower", Work::Grow(256))],
+        )
+    },
+    Scenario {
+        pins: true,
+        times: 2,
+        ..scenario(
+            "pinned",
+            ["pinned_off", "pinned_on", "pinned_cpu_lost"],
+            // Of two CPUs one is reserved, and the server requests the other.
+            &[best_effort("batch", Work::Busy(2)), best_effort("crowd", Work::Busy(20))],
         )
     },
     Scenario {

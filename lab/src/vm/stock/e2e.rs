@@ -299,6 +299,14 @@ fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Res
     let built = programs::dynamic("e2e", wanted.agent)?;
     strip(&built.agent, &root.join(TARGET).join("beelet"))?;
     strip(&built.test, &root.join(PROGRAM))?;
+    // Tests expect the helper next to the agent.
+    let helper = match wanted.agent {
+        Some(agent) => Some(agent.with_file_name("beelet-exec")),
+        None => built.helpers.iter().find(|helper| helper.ends_with("beelet-exec")).cloned(),
+    };
+    if let Some(helper) = helper.filter(|helper| helper.is_file()) {
+        strip(&helper, &root.join(TARGET).join("beelet-exec"))?;
+    }
     for helper in &built.helpers {
         strip(helper, &at(helper))?;
     }
