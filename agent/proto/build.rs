@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// Types that `beelet top -o json` prints unchanged.
-const SHOWN: [&str; 8] = [
+const SHOWN: [&str; 10] = [
     "beelet.v1.SignalSnapshot",
     "beelet.v1.SignalMachine",
     "beelet.v1.SignalPod",
@@ -48,4 +48,6 @@ const SHOWN: [&str; 8] = [
     "beelet.v1.SignalRates",
     "beelet.v1.SignalWaitedFor",
     "beelet.v1.SignalHolder",
+    "beelet.v1.SignalPinned",
+    "beelet.v1.SignalDisturber",
 ];

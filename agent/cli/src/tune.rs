@@ -13,6 +13,7 @@ use super::finish;
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::print::print;
+use super::{plain, waited};
 use beelet_client::Client;
 
 /// Arguments of `beelet tune`.
@@ -27,6 +28,9 @@ enum What {
     /// Show the tuner's findings, the settings that it holds with reasons, and the settings that it leaves
     /// alone.
     Status(ShowArgs),
+    /// Show the containers that would gain from exclusive CPUs, those that leave theirs idle, and the work of
+    /// others on exclusive CPUs.
+    Advise(ShowArgs),
     /// Show the steps that the tuner took or advised, latest last, each with its reason.
     History(ShowArgs),
 }
@@ -57,6 +61,16 @@ async fn show(args: &TuneArgs) -> anyhow::Result<()> {
             };
             Ok(print(&text)?)
         }
+        What::Advise(args) => {
+            let status = Client::connect(&args.shown.agent.socket).await?.tuner.status().await?;
+            let mut signals = beelet_client::signals::Client::connect(&args.shown.agent.socket).await?;
+            let pinned = pinned(&signals.snapshot("").await?);
+            let text = match args.shown.output {
+                Output::Table => advice_text(&status.pinning, &pinned),
+                Output::Json => format!("{}\n", json!({ "pinned": pinned, "advice": status.pinning })),
+            };
+            Ok(print(&text)?)
+        }
         What::History(args) => {
             let history = Client::connect(&args.shown.agent.socket).await?.tuner.history().await?;
             let text = match args.shown.output {
@@ -80,6 +94,9 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "Finding:  {finding}");
     }
+    for advice in &status.pinning {
+        let _ = writeln!(text, "Advice:   {}", plain::line(advice));
+    }
     for lacking in &status.lacking {
         let _ = writeln!(text, "Missing:  {lacking}");
     }
@@ -102,6 +119,25 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
             .to_vec()
     });
     text + &Columns::new(HELD).table(&rows.collect::<Vec<_>>())
+}
+
+/// Returns a sentence for each container with CPUs of its own.
+fn pinned(snapshot: &proto::SignalSnapshot) -> Vec<String> {
+    let of_pod = |pod: &proto::SignalPod| {
+        let of_container = |container: &proto::SignalContainer| {
+            let name = format!("{}/{}, container {}", pod.namespace, pod.name, container.name);
+            Some(format!("{} {}", plain::line(&name), waited::pinned(container)?))
+        };
+        pod.containers.iter().filter_map(of_container).collect::<Vec<_>>()
+    };
+    snapshot.pods.iter().flat_map(of_pod).collect()
+}
+
+fn advice_text(advice: &[String], pinned: &[String]) -> String {
+    let line = |title: &'static str| move |sentence: &String| format!("{title}{}\n", plain::line(sentence));
+    let lines = pinned.iter().map(line("Pinned:   ")).chain(advice.iter().map(line("Advice:   ")));
+    let text: String = lines.collect();
+    if text.is_empty() { "No container would gain from CPUs of its own.\n".to_owned() } else { text }
 }
 
 fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
@@ -158,6 +194,7 @@ fn status_json(status: &proto::TunerStatus) -> Value {
         "looked": (status.looked_ns != 0).then(|| time(status.looked_ns)).flatten(),
         "findings": status.findings,
         "lacking": status.lacking,
+        "pinning": status.pinning,
         "held": held.collect::<Vec<_>>(),
         "blocked": blocked.collect::<Vec<_>>(),
     })
@@ -189,6 +226,36 @@ mod tests {
             }],
             ..proto::TunerStatus::default()
         }
+    }
+
+    #[test]
+    fn advice_names_the_pinned_containers_and_those_that_wait() {
+        assert_eq!(advice_text(&[], &[]), "No container would gain from CPUs of its own.\n");
+        let disturber = proto::SignalDisturber { name: "24 disk".to_owned(), thread: false, per_second: 2.0 };
+        let use_of_cpus = proto::SignalPinned {
+            cpus: "2-3".to_owned(),
+            idle: 0.12,
+            disturbances_per_second: 2.5,
+            disturbers: vec![disturber],
+        };
+        let main = proto::SignalContainer {
+            name: "main".to_owned(),
+            pinned: Some(use_of_cpus),
+            ..proto::SignalContainer::default()
+        };
+        let side = proto::SignalContainer { name: "side".to_owned(), ..proto::SignalContainer::default() };
+        let pod = proto::SignalPod {
+            namespace: "default".to_owned(),
+            name: "web".to_owned(),
+            containers: vec![main, side],
+            ..proto::SignalPod::default()
+        };
+        let snapshot = proto::SignalSnapshot { pods: vec![pod], ..proto::SignalSnapshot::default() };
+        assert_eq!(
+            advice_text(&["default/slow, container main: waited".to_owned()], &pinned(&snapshot)),
+            "Pinned:   default/web, container main has the CPUs 2-3 for itself, idle for 12 % of the last minute, \
+             disturbed 2.5 times per second: 24 disk (2.0/s)\nAdvice:   default/slow, container main: waited\n"
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Sentences about the causes of a container's waits: "waited 14 % of the last minute, mostly for batch-7 (62
 //! %) and system.slice/containerd.service (21 %)".
 
-use beelet_proto::beelet::{SignalContainer, SignalHolder, SignalWaitedFor};
+use beelet_proto::beelet::{SignalContainer, SignalDisturber, SignalHolder, SignalWaitedFor};
 
 use crate::plain;
 
@@ -41,6 +41,21 @@ pub(crate) fn for_memory(of: &SignalContainer, namespace: &str, pod: &str) -> Op
     };
     let of_limit = waiting.waited.is_some_and(|waited| waited.holders.iter().any(|holder| holder.own_quota));
     waiting.sentence(" for memory", if of_limit { "because of" } else { "mostly for the growth of" })
+}
+
+/// Returns the sentence about a container's exclusive CPUs: "has the CPUs 2-3 for itself, idle for 12 % of
+/// the last minute, disturbed 5.3 times per second: LOC Local timer interrupts (100/s)".
+pub(crate) fn pinned(of: &SignalContainer) -> Option<String> {
+    let pinned = of.pinned.as_ref()?;
+    let cause = |one: &SignalDisturber| format!("{} ({:.1}/s)", plain::line(&one.name), one.per_second);
+    let causes: Vec<String> = pinned.disturbers.iter().map(cause).collect();
+    let causes = if causes.is_empty() { String::new() } else { format!(": {}", causes.join(", ")) };
+    Some(format!(
+        "has the CPUs {} for itself, idle for {:.0} % of the last minute, disturbed {:.1} times per second{causes}",
+        plain::line(&pinned.cpus),
+        pinned.idle * 100.0,
+        pinned.disturbances_per_second
+    ))
 }
 
 impl Waiting<'_> {

@@ -25,9 +25,10 @@ const RECONCILE: Duration = Duration::from_secs(10);
 const MOST_NODE: i64 = 63;
 
 /// The gates that have an effect.
-const GATES: [&str; 4] = [
+const GATES: [&str; 5] = [
     "CPUManagerPolicyAlphaOptions",
     "CPUManagerPolicyBetaOptions",
+    "InPlacePodVerticalScalingExclusiveCPUs",
     "PodLevelResources",
     "PodLevelResourceManagers",
 ];

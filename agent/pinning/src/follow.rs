@@ -64,6 +64,8 @@ impl Task {
         let mut active = self.desk.active.clone();
         // The CPUs that each container was last given, by the runtime's identifier.
         let mut given: BTreeMap<String, String> = BTreeMap::new();
+        // The running containers whose CPUs were looked up, by the runtime's identifier.
+        let mut known = BTreeSet::new();
         let mut check = Instant::now().after(self.desk.period);
         loop {
             if self.desk.free_inactive("") {
@@ -75,8 +77,10 @@ impl Task {
             }
             let table = Arc::clone(&self.table.borrow_and_update());
             self.record_losses(&table);
+            self.reclaim(&table, &mut known).await;
             let wanted = self.wanted(&table);
             given.retain(|id, _| wanted.contains_key(id));
+            known.retain(|id| wanted.contains_key(id));
             if Instant::now() >= check {
                 self.desk.follow_hardware().await;
                 self.forget_drifted(&wanted, &mut given).await;

@@ -19,7 +19,11 @@ mod hardware;
 pub mod machine;
 mod metrics;
 mod open;
+mod reclaim;
+mod report;
+mod resize;
 mod session;
+mod signals;
 mod view;
 
 use std::{
@@ -41,7 +45,10 @@ pub use self::{
     error::OpenError,
     follow::Task,
     metrics::Metrics,
+    report::{PinnedContainer, PinningReport},
+    resize::NoResize,
     session::{Circumstances, PinRefusal, Session},
+    signals::Watcher,
     view::{Held, MemoryBlock},
 };
 

@@ -1,8 +1,9 @@
 //! Metrics of pinning, under the kubelet's names.
 
-use std::time::Duration;
+use std::{sync::atomic::AtomicU64, time::Duration};
 
 use beelet_base::kubelet_counter::KubeletCounter;
+use beelet_model::table::PodName;
 use beelet_policy::{
     devices::topology::{TopologyPolicy, TopologyScope},
     pinning::{Needs, Pins, Refusal, cpus::view},
@@ -13,6 +14,8 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use super::report::PinningReport;
+
 /// Buckets of the kubelet, in milliseconds (`ExponentialBuckets(1, 2, 15)`).
 const BUCKETS: [f64; 15] =
     [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
@@ -20,6 +23,13 @@ const BUCKETS: [f64; 15] =
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfNode {
     numa_node: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfContainer {
+    namespace: String,
+    pod: String,
+    container: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -43,6 +53,8 @@ pub struct Metrics {
     topology_duration: Histogram,
     aligned: Family<Boundary, KubeletCounter>,
     not_aligned: Family<Boundary, KubeletCounter>,
+    idle: Family<OfContainer, Gauge<f64, AtomicU64>>,
+    disturbed: Family<OfContainer, Gauge<f64, AtomicU64>>,
 }
 
 impl Default for Metrics {
@@ -60,6 +72,8 @@ impl Default for Metrics {
             topology_duration: Histogram::new(BUCKETS),
             aligned: Family::default(),
             not_aligned: Family::default(),
+            idle: Family::default(),
+            disturbed: Family::default(),
         }
     }
 }
@@ -107,12 +121,32 @@ impl Metrics {
         );
         let help = "Containers and pods with all resources guaranteed within one boundary";
         registry.register("kubelet_container_aligned_compute_resources_count", help, self.aligned.clone());
+        self.register_measured(registry);
         let help = "Containers and pods that were refused resources within one boundary";
         registry.register(
             "kubelet_container_aligned_compute_resources_failure_count",
             help,
             self.not_aligned.clone(),
         );
+    }
+
+    fn register_measured(&self, registry: &mut Registry) {
+        let help = "Share of the last minute in which the exclusive CPUs of a container had no work";
+        registry.register("beelet_pinned_idle_ratio", help, self.idle.clone());
+        let help = "Interrupts of devices and runs of kernel threads per second on the exclusive CPUs of a container";
+        registry.register("beelet_pinned_disturbances_per_second", help, self.disturbed.clone());
+    }
+
+    /// Publishes the measured use of exclusive CPUs.
+    pub(super) fn show_pinned(&self, report: &PinningReport) {
+        self.idle.clear();
+        self.disturbed.clear();
+        for ((_, container), pinned) in &report.pinned {
+            let PodName { namespace, name } = pinned.pod.clone();
+            let of = OfContainer { namespace, pod: name, container: container.clone() };
+            self.idle.get_or_create(&of).set(f64::from(pinned.disturbance.idle_permille) / 1000.0);
+            self.disturbed.get_or_create(&of).set(pinned.disturbance.per_minute as f64 / 60.0);
+        }
     }
 
     /// Publishes the current assignments.

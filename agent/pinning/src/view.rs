@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Pinning;
-use beelet_policy::pinning::{CpuSet, Needs, cpus::view};
-use k8s_openapi::api::core::v1::Pod;
+use beelet_policy::pinning::{CpuSet, cpus::view};
 
 /// Memory of one or several NUMA nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,25 +64,9 @@ impl Pinning {
         })
     }
 
-    /// Returns the kubelet's label and message for a pod that can't be resized while it runs: the amounts of
-    /// a Guaranteed pod are pinned (KEP-5554 is not there yet).
-    #[must_use]
-    pub fn refused_resize(&self, pod: &Pod) -> Option<(&'static str, &'static str)> {
-        let desk = self.0.as_ref()?;
-        if !Needs::read(pod, desk.gates).is_ok_and(|needs| needs.guaranteed) {
-            return None;
-        }
-        desk.with(|book| match (!book.pins.cpus.allocatable().is_empty(), book.pins.memory.is_static()) {
-            (true, _) => Some((
-                "guaranteed_pod_cpu_manager_static_policy",
-                "Resize is infeasible for Guaranteed Pods alongside CPU Manager policy \"static\"",
-            )),
-            (_, true) => Some((
-                "guaranteed_pod_memory_manager_static_policy",
-                "Resize is infeasible for Guaranteed Pods alongside Memory Manager policy \"Static\"",
-            )),
-            _ => None,
-        })
+    /// Returns the CPUs that a container has for itself.
+    pub(super) fn exclusive(&self, uid: &str, container: &str) -> Option<CpuSet> {
+        self.0.as_ref()?.with(|book| book.pins.cpus.of(uid, container).cloned())
     }
 
     /// Returns the CPUs that containers have for themselves, and the shared pool, as lists.

@@ -58,6 +58,8 @@ const KINDS: &[(&str, &str)] = &[
     ("beelet_eviction_signal_available", "gauge"),
     ("beelet_eviction_signal_capacity", "gauge"),
     ("beelet_node_condition", "gauge"),
+    ("beelet_pinned_disturbances_per_second", "gauge"),
+    ("beelet_pinned_idle_ratio", "gauge"),
     ("beelet_tuner_held", "gauge"),
     ("beelet_tuner_scheduler_loaded", "gauge"),
     ("csi_operations_seconds", "histogram"),

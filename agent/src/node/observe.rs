@@ -193,7 +193,7 @@ impl Watched {
             Outlook::new(Arc::clone(&self.complete), move || pulse.check().err().map(|e| e.to_string()));
         Routes::new(grpc::node_service(self.table.clone(), outlook, serving.clone()))
             .add_service(self.stats.service(Mode::Observe, serving))
-            .add_service(grpc::tuner::service(allowed.view.subscribe()))
+            .add_service(grpc::tuner::service(allowed.view.subscribe(), self.stats.pinned.subscribe()))
     }
 
     fn http(&self, registry: Registry) -> Option<(&'static str, SocketAddr, ApiState)> {

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::{facts, opened::Node};
 use beelet_model::request::Request;
-use beelet_pinning::{Active, Parts, Pinning, Task};
+use beelet_pinning::{Active, Parts, Pinning, Task, Watcher};
 
 /// Opens the pins as an earlier agent or a kubelet left them, with the task that keeps them.
 ///
@@ -44,6 +44,21 @@ pub(super) async fn open(
         node_name: config.node_name.clone(),
     };
     Ok(spawn_blocking(move || Pinning::open(parts)).await.context("the pins could not be opened")??)
+}
+
+/// Returns the part that measures the use of exclusive CPUs.
+pub(super) fn watcher(node: &Node, pinning: &Pinning) -> Watcher {
+    let services = &node.services;
+    Watcher {
+        pinning: pinning.clone(),
+        table: services.table.clone(),
+        cgroups: Arc::clone(&node.cgroups),
+        cgroup_config: node.cgroup_config.clone(),
+        gates: services.config.pinning.gates,
+        proc: "/proc".into(),
+        metrics: services.metrics.pinning.clone(),
+        report: services.stats.pinned.clone(),
+    }
 }
 
 /// The memory that Node Allocatable keeps back: for the system, for the node's agents, and below the hard

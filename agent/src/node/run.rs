@@ -274,6 +274,7 @@ async fn run_parts(
     if let Some(keeper) = keeper {
         tasks.spawn("pinning", keeper.run(tasks.stop()));
     }
+    tasks.spawn("use of exclusive CPUs", pinning::watcher(&node, &handles.pinning).run(tasks.stop()));
     let disk = protection.disk.clone();
     protection.spawn(&mut tasks);
     tasks.spawn("probes", probes(&node, inputs.ends.probes, &handles).run(tasks.stop()));

@@ -77,7 +77,7 @@ fn grpc_services(services: &Services, late: &Late, serving: &CancellationToken) 
         .add_service(grpc::devices::service(Arc::clone(&late.devices), table()))
         .add_service(grpc::manifests::service(folder, running()))
         .add_service(grpc::garbage::service(Arc::clone(&late.collectors)))
-        .add_service(grpc::tuner::service(late.tuner.subscribe()))
+        .add_service(grpc::tuner::service(late.tuner.subscribe(), services.stats.pinned.subscribe()))
         .add_service(grpc::probes::service(services.probes.clone()))
         .add_service(services.stats.service(Mode::Run, serving))
 }

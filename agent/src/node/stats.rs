@@ -21,6 +21,7 @@ use beelet_model::{
     disk::{DiskUse, VolumesUse},
     table::PodTable,
 };
+use beelet_pinning::PinningReport;
 use beelet_stats::metrics::{Containers, Metrics};
 use beelet_stats::{Inbox, KernelReading, Parts, Sampling};
 
@@ -29,6 +30,8 @@ use beelet_stats::{Inbox, KernelReading, Parts, Sampling};
 pub(super) struct Stats {
     /// Measurements of containers.
     pub(super) pressure: beelet_stats::Stats,
+    /// Use of exclusive CPUs.
+    pub(super) pinned: watch::Sender<Arc<PinningReport>>,
     feed: Feed,
     metrics: Metrics,
 }
@@ -51,7 +54,8 @@ impl Stats {
     /// Creates the handles without starting the measuring.
     pub(super) fn new() -> (Self, Inbox) {
         let (pressure, inbox) = beelet_stats::channel();
-        (Self { pressure, feed: Feed::default(), metrics: Metrics::default() }, inbox)
+        let pinned = watch::Sender::default();
+        (Self { pressure, pinned, feed: Feed::default(), metrics: Metrics::default() }, inbox)
     }
 
     /// Registers the metrics.
@@ -62,7 +66,8 @@ impl Stats {
 
     /// Returns the gRPC service.
     pub(super) fn service(&self, mode: Mode, serving: &CancellationToken) -> SignalsServer<impl Service> {
-        signals::service(self.pressure.clone(), self.feed.clone(), mode, serving.clone())
+        let sources = (self.pressure.clone(), self.pinned.subscribe(), self.feed.clone());
+        signals::service(sources, mode, serving.clone())
     }
 
     /// Starts the measuring.

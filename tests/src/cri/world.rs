@@ -645,7 +645,14 @@ impl World {
         &mut self,
         request: cri::UpdateContainerResourcesRequest,
     ) -> Result<cri::UpdateContainerResourcesResponse, Status> {
-        self.known_container(&request.container_id)?.resources = request.linux;
+        let container = self.known_container(&request.container_id)?;
+        let before = std::mem::replace(&mut container.resources, request.linux);
+        // A container keeps its CPUs if the request names none.
+        if let Some((new, before)) = container.resources.as_mut().zip(before)
+            && new.cpuset_cpus.is_empty()
+        {
+            new.cpuset_cpus = before.cpuset_cpus;
+        }
         Ok(cri::UpdateContainerResourcesResponse {})
     }
 

@@ -8,18 +8,23 @@ use jiff::Timestamp;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
+use beelet_pinning::PinningReport;
 use beelet_policy::tuner::TunerMode;
 use beelet_tuner::{Outcome, TunerRecord, View};
 
 /// Returns the service.
 #[must_use]
-pub fn service(view: watch::Receiver<Arc<View>>) -> TunerServer<impl Tuner> {
-    TunerServer::new(TunerService { view })
+pub fn service(
+    view: watch::Receiver<Arc<View>>,
+    pinning: watch::Receiver<Arc<PinningReport>>,
+) -> TunerServer<impl Tuner> {
+    TunerServer::new(TunerService { view, pinning })
 }
 
 #[derive(Debug)]
 struct TunerService {
     view: watch::Receiver<Arc<View>>,
+    pinning: watch::Receiver<Arc<PinningReport>>,
 }
 
 #[tonic::async_trait]
@@ -29,7 +34,8 @@ impl Tuner for TunerService {
         _: Request<proto::GetTunerStatusRequest>,
     ) -> Result<Response<proto::TunerStatus>, Status> {
         let view = Arc::clone(&self.view.borrow());
-        Ok(Response::new(status(&view)))
+        let pinning = Arc::clone(&self.pinning.borrow());
+        Ok(Response::new(status(&view, &pinning)))
     }
 
     async fn get_tuner_history(
@@ -41,7 +47,7 @@ impl Tuner for TunerService {
     }
 }
 
-fn status(view: &View) -> proto::TunerStatus {
+fn status(view: &View, pinning: &PinningReport) -> proto::TunerStatus {
     let held = view.held.iter().map(|held| proto::HeldSetting {
         cgroup: held.knob.cgroup.clone(),
         setting: held.knob.kind.as_str().to_owned(),
@@ -68,6 +74,7 @@ fn status(view: &View) -> proto::TunerStatus {
         lacking: view.lacking.clone(),
         held: held.collect(),
         blocked: blocked.collect(),
+        pinning: pinning.advice.clone(),
     }
 }
 
@@ -111,7 +118,8 @@ mod tests {
             since: Timestamp::from_second(5).unwrap(),
             reason: "why".to_owned(),
         };
-        let told = status(&View { mode: Some(TunerMode::Enforce), held: vec![held], ..View::default() });
+        let view = View { mode: Some(TunerMode::Enforce), held: vec![held], ..View::default() };
+        let told = status(&view, &PinningReport::default());
         assert_eq!((told.mode.as_str(), told.looked_ns), ("enforce", 0));
         let held = &told.held[0];
         assert_eq!(

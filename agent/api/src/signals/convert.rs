@@ -1,5 +1,7 @@
 //! Conversion of the agent's measurements to the wire format.
 
+use beelet_pinning::{PinnedContainer, PinningReport};
+use beelet_policy::pinning::signals::Cause;
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 
@@ -11,7 +13,11 @@ use beelet_stats::model::{
 /// Index of the window for a pod's traffic: ten seconds.
 const TEN: usize = 1;
 
-pub(super) fn snapshot(pressure: &NodeStats, mode: &str, namespace: &str) -> proto::SignalSnapshot {
+pub(super) fn snapshot(
+    (pressure, pinned): (&NodeStats, &PinningReport),
+    mode: &str,
+    namespace: &str,
+) -> proto::SignalSnapshot {
     let wanted = |pod: &&PodStats| namespace.is_empty() || pod.name.namespace == namespace;
     proto::SignalSnapshot {
         at_unix_ns: unix_ns(pressure.at),
@@ -19,7 +25,7 @@ pub(super) fn snapshot(pressure: &NodeStats, mode: &str, namespace: &str) -> pro
         by_kernel: pressure.by_kernel,
         mode: mode.to_owned(),
         machine: Some(machine(&pressure.machine)),
-        pods: pressure.pods.iter().filter(wanted).map(pod).collect(),
+        pods: pressure.pods.iter().filter(wanted).map(|of| pod(of, pinned)).collect(),
         left_out: u32::try_from(pressure.left_out).unwrap_or(u32::MAX),
     }
 }
@@ -44,7 +50,7 @@ fn machine(machine: &Machine) -> proto::SignalMachine {
     }
 }
 
-fn pod(pod: &PodStats) -> proto::SignalPod {
+fn pod(pod: &PodStats, pinned: &PinningReport) -> proto::SignalPod {
     let net = pod.net_windows[TEN].or_else(|| sockets(pod));
     proto::SignalPod {
         namespace: pod.name.namespace.clone(),
@@ -55,7 +61,11 @@ fn pod(pod: &PodStats) -> proto::SignalPod {
         ready: pod.ready,
         not_ready: pod.not_ready.clone(),
         started_unix_ns: pod.started_at.map(unix_ns),
-        containers: pod.containers.iter().map(container).collect(),
+        containers: pod
+            .containers
+            .iter()
+            .map(|of| container(of, pinned.pinned.get(&(pod.uid.clone(), of.name.clone()))))
+            .collect(),
         rx_bytes: net.map(|net| net.rx_bytes),
         tx_bytes: net.map(|net| net.tx_bytes),
         retransmits: net.map(|net| net.retransmits),
@@ -72,7 +82,7 @@ fn sockets(pod: &PodStats) -> Option<NetRates> {
     })
 }
 
-fn container(container: &ContainerStats) -> proto::SignalContainer {
+fn container(container: &ContainerStats, pinned: Option<&PinnedContainer>) -> proto::SignalContainer {
     let state = match &container.state {
         State::Running => "Running",
         State::Waiting(reason) | State::Ended(reason) => reason.as_str(),
@@ -97,6 +107,22 @@ fn container(container: &ContainerStats) -> proto::SignalContainer {
         last_60s: minute,
         waited_for: container.waited_for.as_ref().map(waited_for),
         waited_for_memory: container.waited_for_memory.as_ref().map(waited_for),
+        pinned: pinned.map(of_pinned),
+    }
+}
+
+fn of_pinned(of: &PinnedContainer) -> proto::SignalPinned {
+    let per_second = |per_minute: u64| per_minute as f64 / 60.0;
+    let cause = |cause: &Cause| proto::SignalDisturber {
+        name: cause.name.clone(),
+        thread: cause.is_thread,
+        per_second: per_second(cause.per_minute),
+    };
+    proto::SignalPinned {
+        cpus: of.cpus.clone(),
+        idle: f64::from(of.disturbance.idle_permille) / 1000.0,
+        disturbances_per_second: per_second(of.disturbance.per_minute),
+        disturbers: of.disturbance.causes.iter().map(cause).collect(),
     }
 }
 

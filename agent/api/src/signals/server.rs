@@ -6,13 +6,14 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::signal_edge::Type;
 use beelet_proto::beelet::signals_server::{Signals, SignalsServer};
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::convert;
 use super::feed::Feed;
+use beelet_pinning::PinningReport;
 use beelet_stats::Stats;
 
 /// Edges queued for one watcher. A slower watcher is notified of lost edges ([`Feed`] has a longer queue).
@@ -30,8 +31,7 @@ pub enum Mode {
 /// Returns the service, which runs until `shutdown`.
 #[must_use]
 pub fn service(
-    pressure: Stats,
-    feed: Feed,
+    (pressure, pinned, feed): (Stats, watch::Receiver<Arc<PinningReport>>, Feed),
     mode: Mode,
     shutdown: CancellationToken,
 ) -> SignalsServer<impl Signals> {
@@ -39,12 +39,13 @@ pub fn service(
         Mode::Run => "run",
         Mode::Observe => "observe",
     };
-    SignalsServer::new(Service { pressure, feed, mode, shutdown })
+    SignalsServer::new(Service { pressure, pinned, feed, mode, shutdown })
 }
 
 #[derive(Debug)]
 struct Service {
     pressure: Stats,
+    pinned: watch::Receiver<Arc<PinningReport>>,
     feed: Feed,
     mode: &'static str,
     shutdown: CancellationToken,
@@ -63,7 +64,8 @@ impl Signals for Service {
                 "no measurements yet: the agent is waiting for the container runtime",
             ));
         }
-        Ok(Response::new(convert::snapshot(&pressure, self.mode, &namespace)))
+        let pinned = Arc::clone(&self.pinned.borrow());
+        Ok(Response::new(convert::snapshot((&pressure, &pinned), self.mode, &namespace)))
     }
 
     type WatchSnapshotsStream = ReceiverStream<Result<proto::SignalSnapshot, Status>>;
@@ -74,7 +76,7 @@ impl Signals for Service {
     ) -> Result<Response<Self::WatchSnapshotsStream>, Status> {
         let namespace = request.into_inner().namespace;
         let mut values = self.pressure.subscribe();
-        let (mode, shutdown) = (self.mode, self.shutdown.clone());
+        let (mode, pinned, shutdown) = (self.mode, self.pinned.clone(), self.shutdown.clone());
         // A single queued snapshot: a slower client receives the newest one next.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -88,7 +90,9 @@ impl Signals for Service {
                     () = shutdown.cancelled() => Err(Status::unavailable("the agent is shutting down")),
                 };
                 let over = snapshot.is_err();
-                let message = snapshot.map(|pressure| convert::snapshot(&pressure, mode, &namespace));
+                let of_pins = Arc::clone(&pinned.borrow());
+                let message =
+                    snapshot.map(|pressure| convert::snapshot((&pressure, &of_pins), mode, &namespace));
                 if sender.send(message).await.is_err() || over {
                     return;
                 }

@@ -37,6 +37,7 @@ pub(super) fn text(
     let waits = |of: &proto::SignalContainer| Waits {
         cpu: waited::for_cpu(of, namespace, name),
         memory: waited::for_memory(of, namespace, name),
+        pinned: waited::pinned(of),
     };
     let waited: BTreeMap<&str, Waits> = signals.iter().map(|of| (of.name.as_str(), waits(of))).collect();
     text.set(0, "Why", Warnings::of(events.iter().cloned()).why(pod, now).as_deref());
@@ -90,10 +91,11 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
     text.list(0, "IPs", status.pod_ips.iter().flatten().map(|ip| ip.ip.clone()));
 }
 
-/// Sentences about the waits of a container.
+/// Sentences about the waits of a container, and about its exclusive CPUs.
 struct Waits {
     cpu: Option<String>,
     memory: Option<String>,
+    pinned: Option<String>,
 }
 
 fn container(
@@ -126,6 +128,7 @@ fn container(
     }
     text.set(2, "CPU", waits.and_then(|waits| waits.cpu.as_deref()));
     text.set(2, "Memory", waits.and_then(|waits| waits.memory.as_deref()));
+    text.set(2, "Own CPUs", waits.and_then(|waits| waits.pinned.as_deref()));
     let resources = container.resources.clone().unwrap_or_default();
     amounts(text, "Limits", resources.limits.as_ref());
     amounts(text, "Requests", resources.requests.as_ref());

@@ -222,7 +222,7 @@ fn container_row(pod: &SignalPod, container: &SignalContainer, now: i64, window:
         name: plain::line(&container.name).into_owned(),
         state,
         why,
-        waited: waits(pod, [container, container]),
+        waited: waits(pod, [container, container]).into_iter().chain(waited::pinned(container)).collect(),
         numbers,
         trend: Vec::new(),
     }

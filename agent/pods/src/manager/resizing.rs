@@ -12,7 +12,9 @@ use super::{
     pods::Pods,
 };
 use crate::{deps::Deps, resize_metrics::ResizeMetrics};
+use beelet_admission::ResizeDeferral;
 use beelet_model::{pod::container_of, status::runtime_id};
+use beelet_pinning::NoResize;
 use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn};
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
@@ -77,7 +79,7 @@ struct Refused {
     message: String,
 }
 
-/// Requests the amounts of `pod` from admission.
+/// Requests the amounts of `pod` from admission, and its CPUs from pinning.
 fn refused(managed: &Managed, pod: &Arc<core::Pod>, deps: &Deps) -> Option<Refused> {
     let infeasible =
         |detail, message: String| Some(Refused { reason: "Infeasible", detail: Some(detail), message });
@@ -85,14 +87,14 @@ fn refused(managed: &Managed, pod: &Arc<core::Pod>, deps: &Deps) -> Option<Refus
         let message = "In-place resize of containers with swap is not supported.";
         return infeasible("swap_limitation", message.to_owned());
     }
-    if let Some((detail, message)) = deps.pinning.refused_resize(&managed.pod) {
-        return infeasible(detail, message.to_owned());
+    let admit = || deps.admission.resize(pod, &managed.pod);
+    match deps.pinning.resize(pod, &managed.pod, admit).err()? {
+        NoResize::Never { detail, message } => infeasible(detail, message),
+        NoResize::Other(why) if why.infeasible => infeasible("insufficient_node_allocatable", why.message),
+        NoResize::Later(message) | NoResize::Other(ResizeDeferral { message, .. }) => {
+            Some(Refused { reason: "Deferred", detail: None, message })
+        }
     }
-    let why = deps.admission.resize(pod, &managed.pod).err()?;
-    if why.infeasible {
-        return infeasible("insufficient_node_allocatable", why.message);
-    }
-    Some(Refused { reason: "Deferred", detail: None, message: why.message })
 }
 
 /// Replaces the probes of a running pod, and nothing else.

@@ -2,12 +2,11 @@
 //! The kubelet of 1.36 with this gate accepts the amounts, and leaves the CPUs as they are.
 
 use super::{
+    cpus::resize::CpuChange,
     error::Refusal,
     needs::{ContainerNeeds, Needs},
-    nodes::NodeSet,
     pins::{NO_LOCALITY, Pins},
 };
-use crate::devices::topology::TopologyPolicy;
 
 /// The refusal of a resize.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -45,16 +44,23 @@ impl Pins {
         let mut new = self.clone();
         // The CPUs that one container gives back are free for another.
         for (_, container) in shrinks {
-            let merged = new.topology.merge(&[new.cpus.shrink_hints(needs, container)]);
-            let nodes = merged.hint.nodes.filter(|_| merged.admitted);
-            new.cpus.shrink(needs, container, nodes).map_err(never)?;
+            let change = CpuChange::new(&mut new.cpus, needs, container);
+            let merged = new.topology.merge(&[change.shrink_hints()]);
+            change.shrink(merged.hint.nodes.filter(|_| merged.admitted)).map_err(never)?;
         }
+        let of_pod = new.is_per_pod();
         for (_, container) in grows {
-            new.cpus.check_whole_cores(container.cpus).map_err(never)?;
-            let nodes = new.nodes_of_growth(needs, container)?;
-            new.cpus
-                .grow(needs, container, nodes)
-                .map_err(|refusal| ResizeRefusal::Later(refusal.message))?;
+            let memory = match of_pod {
+                true => new.memory.pod_hints(needs),
+                false => new.memory.hints(needs, container),
+            };
+            let change = CpuChange::new(&mut new.cpus, needs, container);
+            change.check_whole_cores().map_err(never)?;
+            let merged = new.topology.merge(&[change.growth_hints(of_pod), memory]);
+            if !merged.admitted {
+                return Err(ResizeRefusal::Later(format!("container {}: {NO_LOCALITY}", container.name)));
+            }
+            change.grow(merged.hint.nodes).map_err(|refusal| ResizeRefusal::Later(refusal.message))?;
         }
         *self = new;
         Ok(())
@@ -84,24 +90,6 @@ impl Pins {
         }
         Ok(changed)
     }
-
-    /// Returns the nodes that the additional CPUs of a container should come from.
-    fn nodes_of_growth(
-        &self,
-        needs: &Needs,
-        container: &ContainerNeeds,
-    ) -> Result<Option<NodeSet>, ResizeRefusal> {
-        if self.topology.policy() == TopologyPolicy::None {
-            return Ok(None);
-        }
-        let of_pod = self.is_per_pod();
-        let memory = if of_pod { self.memory.pod_hints(needs) } else { self.memory.hints(needs, container) };
-        let merged = self.topology.merge(&[self.cpus.growth_hints(needs, container, of_pod), memory]);
-        if merged.admitted {
-            return Ok(merged.hint.nodes);
-        }
-        Err(ResizeRefusal::Later(format!("container {}: {NO_LOCALITY}", container.name)))
-    }
 }
 
 fn never(refusal: Refusal) -> ResizeRefusal {
@@ -119,7 +107,7 @@ mod tests {
     use super::*;
     use crate::pinning::{
         Cpu, CpuSet, CpuTopology, Gates,
-        cpus::{CpuManager, CpuSettings},
+        cpus::{CpuManager, CpuSettings, reclaim::reclaim},
         memory::{MemoryManager, MemorySettings},
         pins::Alignment,
         topology::{Node, TopologyManager, TopologySettings},
@@ -250,12 +238,12 @@ mod tests {
         let two = needs("p", &["2"]);
         let set = |list: &str| CpuSet::parse(list).unwrap();
         for list in ["", "4", "0,4", "4-6", "8-9"] {
-            assert!(!pins.cpus.reclaim(&two, "c0", &set(list)), "{list}");
+            assert!(!reclaim(&mut pins.cpus, &two, "c0", &set(list)), "{list}");
         }
-        assert!(!pins.cpus.reclaim(&two, "unknown", &set("4-5")));
-        assert!(pins.cpus.reclaim(&two, "c0", &set("4-5")));
-        assert!(pins.holds(&two) && !pins.cpus.reclaim(&two, "c0", &set("6-7")));
-        assert!(!pins.cpus.reclaim(&needs("q", &["2"]), "c0", &set("5-6")), "taken");
+        assert!(!reclaim(&mut pins.cpus, &two, "unknown", &set("4-5")));
+        assert!(reclaim(&mut pins.cpus, &two, "c0", &set("4-5")));
+        assert!(pins.holds(&two) && !reclaim(&mut pins.cpus, &two, "c0", &set("6-7")));
+        assert!(!reclaim(&mut pins.cpus, &needs("q", &["2"]), "c0", &set("5-6")), "taken");
         assert_eq!(pins.cpus.state().shared.to_string(), "0-3,6-7");
     }
 }

@@ -1,5 +1,5 @@
 //! The work of others on CPUs that a container has for itself, from the kernel's counters; and advice on
-//! which containers gain from such CPUs.
+//! which containers gain from exclusive CPUs.
 //!
 //! Formats: proc(5) (`/proc/stat`, `/proc/interrupts`), `Documentation/scheduler/sched-stats.rst`
 //! (`/proc/PID/schedstat`).

@@ -297,7 +297,7 @@ fn reclaim(pins: &mut Pins, pods: &BTreeMap<usize, Needs>, setup: &Setup) {
     for needs in pods.values() {
         for container in needs.containers.iter().filter(|container| container.kind != Kind::Init) {
             if let Some(cpus) = running.of(&needs.uid, &container.name) {
-                pins.cpus.reclaim(needs, &container.name, cpus);
+                cpus::reclaim::reclaim(&mut pins.cpus, needs, &container.name, cpus);
             }
         }
     }

@@ -64,6 +64,11 @@ fn quick_static_cpus(config: &mut Config) {
     config.pinning.reconcile_period = Duration::from_millis(200);
 }
 
+fn resizable(config: &mut Config) {
+    static_cpus(config);
+    config.pinning.gates.resize_exclusive_cpus = true;
+}
+
 fn settings(configure: fn(&mut Config)) -> Settings {
     Settings { topology: Some(machine), configure, ..Settings::default() }
 }
@@ -232,6 +237,34 @@ async fn cpus_that_go_offline_and_come_back_are_followed_by_a_running_agent() {
 }
 
 #[tokio::test]
+async fn running_containers_keep_the_cpus_of_their_cgroups_if_the_state_is_lost() {
+    let mut node = Node::with_settings(settings(static_cpus), &[pod("web"), guaranteed("fast", "2")]).await;
+    let fast = node.until_ready("fast").await;
+    until_cpus(&node, "web", "0-1").await;
+    node.kill().await;
+    // The runtime is a fake, so the test creates the container's cgroup.
+    let id = node.cri.container("fast-n1", "main").unwrap().id;
+    for (controller, file) in [("cpu", "cpu.shares"), ("cpuset", "cpuset.cpus")] {
+        let cgroup = node.path(&format!("cgroup/{controller}/kubepods/pod{}/{id}", fast.uid()));
+        std::fs::create_dir_all(&cgroup).unwrap();
+        std::fs::write(cgroup.join(file), "2-3").unwrap();
+    }
+    let state = node.path("kubelet/cpu_manager_state");
+    std::fs::remove_file(&state).unwrap();
+    node.start().await;
+    node.until_ready("fast").await;
+    let expected = format!(r#""entries":{{"{}":{{"main":"2-3"}}}}"#, fast.uid());
+    until_seen("the CPUs in the new state file", || {
+        let text = std::fs::read_to_string(&state).map_err(|error| error.to_string())?;
+        if text.contains(&expected) { Ok(()) } else { Err(text) }
+    })
+    .await;
+    assert_eq!((held(&node, &fast).as_str(), node.containers("fast").as_str()), ("2-3", "main/0+"));
+    until_cpus(&node, "web", "0-1").await;
+    until_cpus(&node, "fast", "2-3").await;
+}
+
+#[tokio::test]
 async fn a_pod_that_no_numa_node_can_have_is_refused_with_the_reason_and_tried_again_when_cpus_are_free() {
     let node = Node::with_settings(settings(one_node), &[guaranteed("first", "2")]).await;
     let first = node.until_ready("first").await;
@@ -268,6 +301,67 @@ async fn memory_comes_from_a_numa_node_and_is_given_back() {
         if text.contains(&fast.uid()) { Err("the pod is in the file".to_owned()) } else { Ok(()) }
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_pinned_pod_grows_and_shrinks_without_a_restart_where_the_gate_is_on() {
+    let mut node = Node::with_settings(settings(resizable), &[pod("web"), guaranteed("fast", "1")]).await;
+    let fast = node.until_ready("fast").await;
+    let first = held(&node, &fast);
+    node.apply(&guaranteed("fast", "3"));
+    until_cpus(&node, "fast", "1-3").await;
+    until_cpus(&node, "web", "0").await;
+    node.kill_and_start().await;
+    let again = node.until_ready("fast").await;
+    assert_eq!((held(&node, &again).as_str(), again.uid()), ("1-3", fast.uid()));
+    node.apply(&guaranteed("fast", "2"));
+    until_cpus(&node, "web", "0-1").await;
+    until_cpus(&node, "fast", "2-3").await;
+    assert!(CpuSet::parse("1-3").unwrap().common(&CpuSet::parse(&first).unwrap()) == 1, "{first}");
+    // A pod that grows waits until another one gives its CPUs back.
+    node.apply(&guaranteed("other", "1"));
+    node.until_ready("other").await;
+    node.apply(&guaranteed("fast", "3"));
+    let is_deferred = |pod: &View| {
+        let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        conditions.into_iter().any(|one| one.reason.as_deref() == Some("Deferred"))
+    };
+    node.until_pod("fast", "to wait for CPUs", is_deferred).await;
+    assert_eq!(held(&node, &again), "2-3");
+    node.remove("other");
+    until_cpus(&node, "fast", "1-3").await;
+    assert_eq!(node.containers("fast"), "main/0+", "no restart");
+}
+
+#[tokio::test]
+async fn the_memory_of_a_pinned_pod_is_resized_while_it_runs() {
+    let node = Node::with_settings(settings(static_cpus), &[guaranteed("fast", "1")]).await;
+    node.until_ready("fast").await;
+    let mut larger = guaranteed("fast", "1");
+    for kind in ["requests", "limits"] {
+        larger["spec"]["containers"][0]["resources"][kind]["memory"] = json!("128Mi");
+    }
+    node.apply(&larger);
+    until_seen("the larger limit", || {
+        let container = node.cri.container("fast-n1", "main").ok_or("no container")?;
+        let limit = container.resources.map_or(0, |resources| resources.memory_limit_in_bytes);
+        if limit == 128 << 20 { Ok(()) } else { Err("another limit") }
+    })
+    .await;
+    assert_eq!(node.containers("fast"), "main/0+", "no restart");
+}
+
+#[tokio::test]
+async fn a_container_does_not_change_between_exclusive_and_shared_cpus_while_it_runs() {
+    let node = Node::with_settings(settings(resizable), &[guaranteed("fast", "1")]).await;
+    let fast = node.until_ready("fast").await;
+    node.apply(&guaranteed("fast", "1500m"));
+    let is_refused = |pod: &View| {
+        let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        conditions.into_iter().any(|one| one.reason.as_deref() == Some("Infeasible"))
+    };
+    let pod = node.until_pod("fast", "to say why it is not resized", is_refused).await;
+    assert_eq!((pod.uid(), CpuSet::parse(&held(&node, &pod)).unwrap().len()), (fast.uid(), 1));
 }
 
 #[tokio::test]
