@@ -334,24 +334,6 @@ async fn a_pinned_pod_grows_and_shrinks_without_a_restart_where_the_gate_is_on()
 }
 
 #[tokio::test]
-async fn the_memory_of_a_pinned_pod_is_resized_while_it_runs() {
-    let node = Node::with_settings(settings(static_cpus), &[guaranteed("fast", "1")]).await;
-    node.until_ready("fast").await;
-    let mut larger = guaranteed("fast", "1");
-    for kind in ["requests", "limits"] {
-        larger["spec"]["containers"][0]["resources"][kind]["memory"] = json!("128Mi");
-    }
-    node.apply(&larger);
-    until_seen("the larger limit", || {
-        let container = node.cri.container("fast-n1", "main").ok_or("no container")?;
-        let limit = container.resources.map_or(0, |resources| resources.memory_limit_in_bytes);
-        if limit == 128 << 20 { Ok(()) } else { Err("another limit") }
-    })
-    .await;
-    assert_eq!(node.containers("fast"), "main/0+", "no restart");
-}
-
-#[tokio::test]
 async fn a_container_does_not_change_between_exclusive_and_shared_cpus_while_it_runs() {
     let node = Node::with_settings(settings(resizable), &[guaranteed("fast", "1")]).await;
     let fast = node.until_ready("fast").await;
