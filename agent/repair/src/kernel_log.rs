@@ -25,20 +25,22 @@ impl Reader {
     }
 
     /// Passes the new records to `each`.
-    pub(crate) fn read(&mut self, mut each: impl FnMut(&str)) {
+    pub(crate) fn read(&mut self, mut each: impl FnMut(&str)) -> io::Result<()> {
         let mut buffer = vec![0; RECORD];
         for _ in 0..MOST {
             match rustix::io::read(&self.0, &mut buffer[..]) {
-                Ok(0) => return,
+                // The end of the log.
+                Ok(0) | Err(Errno::AGAIN) => return Ok(()),
                 Ok(length) => {
                     let text = String::from_utf8_lossy(buffer.get(..length).unwrap_or_default());
                     text.lines().for_each(&mut each);
                 }
                 // The kernel overwrote the next record, or the record is too long; the position moved on.
                 Err(Errno::PIPE | Errno::INVAL | Errno::INTR) => {}
-                Err(_) => return,
+                Err(error) => return Err(error.into()),
             }
         }
+        Ok(())
     }
 }
 
@@ -75,10 +77,11 @@ mod tests {
         std::fs::write(&path, b"6,1,1,-;a\n SUBSYSTEM=x\n6,2,2,-;\xff\n").unwrap();
         let mut reader = Reader::open(&path).unwrap();
         let mut seen = Vec::new();
-        reader.read(|record| seen.push(record.to_owned()));
-        reader.read(|record| seen.push(record.to_owned()));
+        reader.read(|record| seen.push(record.to_owned())).unwrap();
+        reader.read(|record| seen.push(record.to_owned())).unwrap();
         assert_eq!(seen, ["6,1,1,-;a", " SUBSYSTEM=x", "6,2,2,-;\u{fffd}"]);
         assert!(Reader::open(&dir.path().join("none")).is_err());
+        assert!(Reader::open(dir.path()).unwrap().read(|_| {}).is_err());
     }
 
     #[test]

@@ -65,14 +65,14 @@ pub fn keep(inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
         let mut ticks = interval(PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut kernel = Kernel::open(inputs.kernel_log.clone()).await;
+        let mut kernel = Kernel::default();
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            let (read, now, has_oopsed) = kernel.read_on(inputs.tainted.clone()).await;
+            let (read, of_kernel) = kernel.read_on(&inputs).await;
             kernel = read;
             let disks = measure(&inputs.space, &inputs.folders).await;
             let mut faults: Vec<Fault> = runtime((inputs.silence)()).into_iter().collect();
             faults.extend(disks.iter().filter_map(|one| disk(one, &kernel.log)));
-            faults.extend(kernel.log.faults(now, has_oopsed));
+            faults.extend(of_kernel);
             publish(&inputs.faults, faults);
         }
     })
@@ -96,30 +96,28 @@ fn publish(known: &watch::Sender<Option<Vec<Fault>>>, faults: Vec<Fault>) {
 }
 
 /// The kernel's log, read up to now.
+#[derive(Default)]
 struct Kernel {
+    /// None before the log is opened, and after a failure: each look tries again.
     reader: Option<Reader>,
     log: KernelLog,
 }
 
 impl Kernel {
-    async fn open(path: PathBuf) -> Self {
-        let opened = blocking("opening the kernel's log", move || Reader::open(&path)).await;
-        let failed = |error: &std::io::Error| {
-            warn!("cannot read the kernel's log, so KernelReady shows no faults: {error}");
-        };
-        Self { reader: opened.inspect_err(failed).ok(), log: KernelLog::default() }
-    }
-
-    /// Reads the new records, and checks the hung tasks. Returns the time since boot, too, and true if the
-    /// kernel has had an oops.
-    async fn read_on(self, tainted: PathBuf) -> (Self, Duration, bool) {
+    /// Reads the new records, and checks the hung tasks. Returns the kernel's faults, too.
+    async fn read_on(self, inputs: &Inputs) -> (Self, Vec<Fault>) {
+        let (path, tainted) = (inputs.kernel_log.clone(), inputs.tainted.clone());
         blocking("reading the kernel's log", move || {
-            let Self { mut reader, mut log } = self;
-            if let Some(reader) = &mut reader {
-                reader.read(|record| log.add(record));
-            }
+            let Self { reader, mut log } = self;
+            let read = reader.map_or_else(|| Reader::open(&path), Ok).and_then(|mut reader| {
+                reader.read(|record| log.add(record))?;
+                Ok(reader)
+            });
             log.retain_hung(kernel_log::hangs);
-            (Self { reader, log }, kernel_log::since_boot(), kernel_log::has_oopsed(&tainted))
+            let unreadable = read.as_ref().err().map(|error| format!("{}: {error}", path.display()));
+            let has_oopsed = kernel_log::has_oopsed(&tainted);
+            let faults = log.faults(kernel_log::since_boot(), has_oopsed, unreadable.as_deref());
+            (Self { reader: read.ok(), log }, faults)
         })
         .await
     }
@@ -176,11 +174,10 @@ mod tests {
     async fn each_fault_is_published_within_the_next_look_and_withdrawn() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("kmsg");
-        fs::write(&log, "6,1,1,-;booted\n").unwrap();
         let silence = Arc::new(Mutex::new(Duration::ZERO));
         let read_only = Arc::new(Mutex::new(false));
         let tainted = dir.path().join("tainted");
-        fs::write(&tainted, "128\n").unwrap();
+        fs::write(&tainted, "0\n").unwrap();
         let (out, mut faults) = watch::channel(None);
         let (asked, ro) = (Arc::clone(&silence), Arc::clone(&read_only));
         let inputs = Inputs {
@@ -194,7 +191,7 @@ mod tests {
             }),
             folders: vec![dir.path().to_owned(), dir.path().join("missing")],
             kernel_log: log.clone(),
-            tainted,
+            tainted: tainted.clone(),
             faults: out,
         };
         let stop = CancellationToken::new();
@@ -202,8 +199,10 @@ mod tests {
         let reasons = |faults: &Option<Vec<Fault>>| {
             faults.iter().flatten().map(|fault| fault.reason).collect::<Vec<_>>()
         };
-        faults.wait_for(Option::is_some).await.unwrap();
-        assert_eq!(reasons(&faults.borrow()), []);
+        // A log that appears later, or becomes readable, is read from then on.
+        faults.wait_for(|faults| reasons(faults) == [Reason::KernelLogUnreadable]).await.unwrap();
+        fs::write(&log, "6,1,1,-;booted\n").unwrap();
+        faults.wait_for(|faults| faults.as_ref().is_some_and(Vec::is_empty)).await.unwrap();
         *silence.lock().unwrap() = Duration::from_secs(20);
         faults.wait_for(|faults| reasons(faults) == [Reason::ContainerRuntimeNotAnswering]).await.unwrap();
         *silence.lock().unwrap() = Duration::ZERO;
@@ -213,6 +212,7 @@ mod tests {
         let mut records = fs::read_to_string(&log).unwrap();
         records.push_str("4,2,2,-;Oops: 0000 [#1] SMP\n");
         fs::write(&log, records).unwrap();
+        fs::write(&tainted, "128\n").unwrap();
         faults.wait_for(|faults| reasons(faults) == [Reason::KernelOops]).await.unwrap();
         stop.cancel();
         keeping.await.unwrap();

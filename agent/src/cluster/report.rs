@@ -52,7 +52,12 @@ impl Repair {
         let all = self.conventions.iter().flat_map(|one| repair::conditions(*one, &faults));
         all.map(|condition| core::NodeCondition {
             type_: condition.name.to_owned(),
-            status: if condition.holds { "True" } else { "False" }.to_owned(),
+            status: match condition.holds {
+                Some(true) => "True",
+                Some(false) => "False",
+                None => "Unknown",
+            }
+            .to_owned(),
             reason: Some(condition.reason),
             message: Some(condition.message),
             ..core::NodeCondition::default()

@@ -57,6 +57,8 @@ pub enum Reason {
     CpuLockup,
     /// A task waits in the kernel for minutes.
     TaskHung,
+    /// The agent cannot read the kernel's log, so lockups and hung tasks are unknown.
+    KernelLogUnreadable,
     /// The pods' network is not ready.
     PodNetworkNotReady,
     /// The node has no address.
@@ -160,7 +162,9 @@ const SHUT_DOWN: &str = "Shutting down filesystem";
 const READ_ONLY: [&str; 2] = ["Remounting filesystem read-only", "forced readonly"];
 
 /// Faults in the kernel's log. The log is not a state: an oops counts until the next boot, a hung task as
-/// long as it hangs, a lockup for a while after its last message.
+/// long as it hangs, a lockup for a while after its last message, and a file system's shutdown until the file
+/// system is mounted again. A message of the kernel can contain a name that a program has chosen (of itself,
+/// of a mapped file), so each form is recognized by its start and its end, which no such name can fake.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelLog {
     oops: Option<String>,
@@ -199,6 +203,8 @@ impl KernelLog {
             self.lockup = Some((at, text));
         } else if is_oops(line) {
             self.oops.get_or_insert(text);
+        } else if let Some(device) = mounted_device(line) {
+            self.file_systems.remove(device);
         } else if let Some(device) = failed_device(line)
             && (self.file_systems.len() < MOST || self.file_systems.contains_key(device))
         {
@@ -216,17 +222,25 @@ impl KernelLog {
         self.hung.retain(|tid, _| hangs(*tid));
     }
 
-    /// Returns the kernel's faults at this time since boot. The name of a program is part of some records and
-    /// can look like an oops, so that an oops counts only if the kernel `has_oopsed` by its own mark
-    /// (`TAINT_DIE`, Documentation/admin-guide/tainted-kernels.rst).
+    /// Returns the kernel's faults at this time since boot. The kernel `has_oopsed` by its own mark
+    /// (`TAINT_DIE`, Documentation/admin-guide/tainted-kernels.rst): the log adds only the line, which may be
+    /// lost. `unreadable` is the reason why the log cannot be read.
     #[must_use]
-    pub fn faults(&self, now: Duration, has_oopsed: bool) -> Vec<Fault> {
+    pub fn faults(&self, now: Duration, has_oopsed: bool, unreadable: Option<&str>) -> Vec<Fault> {
         let fault = |reason, line: &String| Fault { reason, message: format!("kernel: {line}") };
+        let marked = || "the kernel's taint flags show an oops since boot".to_owned();
+        let oops = has_oopsed.then(|| match &self.oops {
+            Some(line) => fault(Reason::KernelOops, line),
+            None => Fault { reason: Reason::KernelOops, message: marked() },
+        });
         let lockup = self.lockup.as_ref().filter(|(at, _)| now.saturating_sub(*at) < LOCKUP);
-        let oops = self.oops.iter().filter(|_| has_oopsed).map(|line| fault(Reason::KernelOops, line));
         let lockup = lockup.map(|(_, line)| fault(Reason::CpuLockup, line));
         let hung = self.hung.values().next().map(|line| fault(Reason::TaskHung, line));
-        oops.chain(lockup).chain(hung).collect()
+        let unreadable = unreadable.map(|why| Fault {
+            reason: Reason::KernelLogUnreadable,
+            message: format!("the kernel's log cannot be read, so its faults are unknown: {why}"),
+        });
+        oops.into_iter().chain(lockup).chain(hung).chain(unreadable).collect()
     }
 }
 
@@ -235,12 +249,17 @@ fn hung_task(line: &str) -> Option<u32> {
     let (task, rest) = line.strip_prefix("INFO: task ")?.split_once(" blocked ")?;
     let waits = rest.starts_with("for more than ") || rest.starts_with("in I/O wait for more than ");
     // A name may contain colons.
-    task.rsplit_once(':').filter(|_| waits)?.1.parse().ok()
+    task.rsplit_once(':').filter(|_| waits && rest.ends_with(" seconds."))?.1.parse().ok()
 }
 
 /// Returns true for a message of the watchdogs (kernel/watchdog.c, kernel/watchdog_perf.c).
 fn is_lockup(line: &str) -> bool {
-    line.contains("BUG: soft lockup - CPU#") || line.contains("hard LOCKUP on cpu")
+    let line = line.strip_prefix("NMI ").unwrap_or(line);
+    let Some(message) = line.strip_prefix("watchdog: ") else { return false };
+    // Newer kernels name the CPU that has found the lockup.
+    let finder = message.strip_prefix("CPU").and_then(|rest| rest.split_once(": "));
+    let found = finder.filter(|(cpu, _)| cpu.parse::<u32>().is_ok()).map_or(message, |(_, rest)| rest);
+    found.starts_with("BUG: soft lockup - CPU#") || found.starts_with("Watchdog detected hard LOCKUP on cpu ")
 }
 
 /// Returns true for the line of an oops: each architecture's `die` writes the number of the oops since boot
@@ -253,14 +272,29 @@ fn is_oops(line: &str) -> bool {
     })
 }
 
-/// Returns the device of a file system that the kernel has taken out of use: `EXT4-fs (sda1): …`,
-/// `XFS (dm-0): …`, `BTRFS info (device sdb state EA): …`.
+/// Returns the device and the words of a message about a file system: `EXT4-fs (sda1): …`, `XFS (dm-0): …`,
+/// `BTRFS info (device sdb state EA): …`.
+fn of_file_system(line: &str) -> Option<(&str, &str)> {
+    let (kind, rest) = line.split_once(" (")?;
+    let (named, words) = rest.split_once("): ")?;
+    let is_known = matches!(kind, "XFS" | "EXT4-fs") || kind.starts_with("BTRFS ");
+    let device = named.strip_prefix("device ").unwrap_or(named).split(' ').next()?;
+    (is_known && !device.is_empty()).then_some((device, words))
+}
+
+/// Returns the device of a file system that the kernel has taken out of use.
 fn failed_device(line: &str) -> Option<&str> {
-    if !line.contains(SHUT_DOWN) && !READ_ONLY.iter().any(|words| line.contains(words)) {
-        return None;
-    }
-    let named = line.split_once('(')?.1.split_once(')')?.0;
-    named.strip_prefix("device ").unwrap_or(named).split(' ').next().filter(|name| !name.is_empty())
+    let (device, words) = of_file_system(line)?;
+    let is_shut_down = words.trim_end_matches('.').ends_with(SHUT_DOWN);
+    (is_shut_down || READ_ONLY.contains(&words)).then_some(device)
+}
+
+/// Returns the device of a file system that is mounted anew, or not mounted any more (fs/xfs/xfs_log.c,
+/// fs/xfs/xfs_super.c). A file system that was shut down takes no requests until then.
+fn mounted_device(line: &str) -> Option<&str> {
+    let (device, words) = of_file_system(line)?;
+    let is_anew = ["Mounting V", "Unmounting Filesystem"].iter().any(|start| words.starts_with(start));
+    is_anew.then_some(device)
 }
 
 /// A condition of the Node.
@@ -268,8 +302,8 @@ fn failed_device(line: &str) -> Option<&str> {
 pub struct Condition {
     /// The type.
     pub name: &'static str,
-    /// True for the status `True`.
-    pub holds: bool,
+    /// The status: None for `Unknown`.
+    pub holds: Option<bool>,
     /// The reason.
     pub reason: String,
     /// The message.
@@ -294,7 +328,7 @@ const EKS: [Row; 4] = [
         true,
         "KernelIsReady",
         "the kernel reports no fault",
-        &[Reason::KernelOops, Reason::CpuLockup, Reason::TaskHung],
+        &[Reason::KernelOops, Reason::CpuLockup, Reason::TaskHung, Reason::KernelLogUnreadable],
     ),
     (
         "NetworkingReady",
@@ -319,7 +353,7 @@ const NODE_PROBLEM_DETECTOR: [Row; 3] = [
         false,
         "KernelHasNoDeadlock",
         "kernel has no deadlock",
-        &[Reason::CpuLockup, Reason::TaskHung],
+        &[Reason::CpuLockup, Reason::TaskHung, Reason::KernelLogUnreadable],
     ),
     (
         "ReadonlyFilesystem",
@@ -349,13 +383,13 @@ pub fn conditions(convention: Convention, faults: &[Fault]) -> Vec<Condition> {
         match found {
             None => Condition {
                 name,
-                holds: *healthy,
+                holds: Some(*healthy),
                 reason: (*reason).to_owned(),
                 message: (*message).to_owned(),
             },
             Some(fault) => Condition {
                 name,
-                holds: !healthy,
+                holds: (fault.reason != Reason::KernelLogUnreadable).then_some(!healthy),
                 reason: format!("{:?}", fault.reason),
                 message: fault.message.clone(),
             },
@@ -377,7 +411,7 @@ mod tests {
     }
 
     fn reasons(log: &KernelLog, now: u32) -> Vec<Reason> {
-        log.faults(SECOND * now, true).into_iter().map(|fault| fault.reason).collect()
+        log.faults(SECOND * now, log.oops.is_some(), None).into_iter().map(|fault| fault.reason).collect()
     }
 
     #[test]
@@ -388,7 +422,9 @@ mod tests {
         check("invalid opcode: 0000 [#12] SMP", &[Reason::KernelOops]);
         check("Internal error: Oops: 0000000096000004 [#1] PREEMPT SMP", &[Reason::KernelOops]);
         check("watchdog: BUG: soft lockup - CPU#3 stuck for 23s! [kworker:12]", &[Reason::CpuLockup]);
+        check("NMI watchdog: BUG: soft lockup - CPU#3 stuck for 23s! [kworker:12]", &[Reason::CpuLockup]);
         check("watchdog: Watchdog detected hard LOCKUP on cpu 5", &[Reason::CpuLockup]);
+        check("watchdog: CPU2: Watchdog detected hard LOCKUP on cpu 5", &[Reason::CpuLockup]);
         check("INFO: task kworker/u8:3:1234 blocked for more than 120 seconds.", &[Reason::TaskHung]);
         check("INFO: task dd:77 blocked in I/O wait for more than 122 seconds.", &[Reason::TaskHung]);
         for harmless in [
@@ -399,6 +435,10 @@ mod tests {
             "app [#] and [#x] and [#",
             "EXT4-fs (sda1): mounted filesystem",
             "EXT4-fs (sda1): Remounting filesystem read-only",
+            // Names that a program chose: of itself, and of the mapped file in which it fails.
+            "INFO: task a[77]: segfault at 0 ip 0 error 4 in y:77 blocked for more than 120 seconds.[55+1]",
+            "a[77]: segfault at 0 ip 0 error 4 in BUG: soft lockup - CPU#3[55+1]",
+            "watchdog: a[77]: segfault at 0 ip 0 error 4 in Watchdog detected hard LOCKUP on cpu 5[55+1]",
         ] {
             check(harmless, &[]);
         }
@@ -424,7 +464,41 @@ mod tests {
     #[test]
     fn a_programs_name_in_a_record_of_the_kernel_is_no_oops() {
         let log = log(&["a[#1][77]: segfault at 0 ip 0000000000000000 sp 00007ffd error 14"]);
-        assert_eq!(log.faults(SECOND * 101, false), []);
+        assert_eq!(log.faults(SECOND * 101, false, None), []);
+    }
+
+    #[test]
+    fn an_oops_counts_without_its_line_and_an_unreadable_log_is_unknown() {
+        let found = KernelLog::default().faults(SECOND, true, Some("EPERM"));
+        let found: Vec<_> = found.iter().map(|fault| (fault.reason, fault.message.as_str())).collect();
+        assert_eq!(
+            found,
+            [
+                (Reason::KernelOops, "the kernel's taint flags show an oops since boot"),
+                (
+                    Reason::KernelLogUnreadable,
+                    "the kernel's log cannot be read, so its faults are unknown: EPERM"
+                ),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_shut_down_file_system_works_again_once_it_is_mounted_anew() {
+        let device = |log: &KernelLog| log.file_systems.keys().cloned().collect::<Vec<_>>();
+        let shut = "XFS (dm-0): Log I/O Error (0x2) detected at xlog_ioend_work+0x64/0xc0 (fs/xfs/xfs_log.c:1378).  \
+                    Shutting down filesystem.";
+        assert_eq!(device(&log(&[shut])), ["dm-0"]);
+        assert_eq!(device(&log(&[shut, "XFS (dm-1): Mounting V5 Filesystem 2b7c"])), ["dm-0"]);
+        assert_eq!(device(&log(&[shut, "XFS (dm-0): Mounting V5 Filesystem 2b7c"])), [""; 0]);
+        assert_eq!(device(&log(&[shut, "XFS (dm-0): Unmounting Filesystem 2b7c"])), [""; 0]);
+        for forged in [
+            "overlayfs: failed to resolve '(sda1): Shutting down filesystem': -2",
+            "XFS (sda): a[77]: segfault at 0 ip 0 sp 0 error 4 in Shutting down filesystem[55d0+1000]",
+            "EXT4-fs (sda1): a[77]: segfault at 0 error 4 in Remounting filesystem read-only[55d0+1000]",
+        ] {
+            assert_eq!(device(&log(&[forged])), [""; 0], "{forged}");
+        }
     }
 
     #[test]
@@ -511,7 +585,7 @@ mod tests {
 
     #[test]
     fn conditions_have_the_names_and_the_sense_of_their_convention() {
-        let check = |convention, faults: &[Fault], expected: &[(&str, bool, &str)]| {
+        let check = |convention, faults: &[Fault], expected: &[(&str, Option<bool>, &str)]| {
             let found = conditions(convention, faults);
             let found: Vec<_> = found.iter().map(|one| (one.name, one.holds, one.reason.as_str())).collect();
             assert_eq!(found, expected);
@@ -521,10 +595,10 @@ mod tests {
             Convention::Eks,
             &[],
             &[
-                ("ContainerRuntimeReady", true, "ContainerRuntimeIsReady"),
-                ("StorageReady", true, "StorageIsReady"),
-                ("KernelReady", true, "KernelIsReady"),
-                ("NetworkingReady", true, "NetworkingIsReady"),
+                ("ContainerRuntimeReady", Some(true), "ContainerRuntimeIsReady"),
+                ("StorageReady", Some(true), "StorageIsReady"),
+                ("KernelReady", Some(true), "KernelIsReady"),
+                ("NetworkingReady", Some(true), "NetworkingIsReady"),
             ],
         );
         let all = [
@@ -538,28 +612,39 @@ mod tests {
             Convention::Eks,
             &all,
             &[
-                ("ContainerRuntimeReady", false, "ContainerRuntimeNotAnswering"),
-                ("StorageReady", false, "FilesystemIsFull"),
-                ("KernelReady", false, "KernelOops"),
-                ("NetworkingReady", false, "PodNetworkNotReady"),
+                ("ContainerRuntimeReady", Some(false), "ContainerRuntimeNotAnswering"),
+                ("StorageReady", Some(false), "FilesystemIsFull"),
+                ("KernelReady", Some(false), "KernelOops"),
+                ("NetworkingReady", Some(false), "PodNetworkNotReady"),
             ],
         );
         check(
             Convention::NodeProblemDetector,
             &all,
             &[
-                ("KernelDeadlock", true, "TaskHung"),
-                ("ReadonlyFilesystem", false, "FilesystemIsNotReadOnly"),
-                ("ContainerRuntimeUnhealthy", true, "ContainerRuntimeNotAnswering"),
+                ("KernelDeadlock", Some(true), "TaskHung"),
+                ("ReadonlyFilesystem", Some(false), "FilesystemIsNotReadOnly"),
+                ("ContainerRuntimeUnhealthy", Some(true), "ContainerRuntimeNotAnswering"),
             ],
         );
+        let kernel = |convention, faults: &[Fault]| {
+            let found = conditions(convention, faults).into_iter().find(|one| one.name.starts_with("Kernel"));
+            found.map(|one| (one.holds, one.reason)).unwrap()
+        };
+        let unknown = fault(Reason::KernelLogUnreadable);
+        for convention in [Convention::Eks, Convention::NodeProblemDetector] {
+            let expected = (None, "KernelLogUnreadable".to_owned());
+            assert_eq!(kernel(convention, std::slice::from_ref(&unknown)), expected);
+        }
+        let oops = [unknown, fault(Reason::KernelOops)];
+        assert_eq!(kernel(Convention::Eks, &oops), (Some(false), "KernelOops".to_owned()));
         check(
             Convention::NodeProblemDetector,
             &[fault(Reason::FilesystemIsReadOnly)],
             &[
-                ("KernelDeadlock", false, "KernelHasNoDeadlock"),
-                ("ReadonlyFilesystem", true, "FilesystemIsReadOnly"),
-                ("ContainerRuntimeUnhealthy", false, "ContainerRuntimeIsHealthy"),
+                ("KernelDeadlock", Some(false), "KernelHasNoDeadlock"),
+                ("ReadonlyFilesystem", Some(true), "FilesystemIsReadOnly"),
+                ("ContainerRuntimeUnhealthy", Some(false), "ContainerRuntimeIsHealthy"),
             ],
         );
     }
