@@ -300,8 +300,8 @@ fn watch_faults(builder: Builder, config: &Config, changes: watch::Sender<()>) -
 
 /// Returns the settings of the cache for a start without the API server.
 fn autonomy(config: &Config) -> Settings {
-    let beelet_config::Autonomy { enabled, after, key_file } = config.beelet.autonomy.clone();
-    Settings { enabled, after, key_file }
+    let beelet_config::Autonomy { enabled, after, key_file, stateful_sets } = config.beelet.autonomy.clone();
+    Settings { enabled, after, key_file, stateful_sets }
 }
 
 /// Requests the node's serving certificate from the cluster's signer, if configured.

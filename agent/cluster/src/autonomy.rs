@@ -5,7 +5,12 @@
 //! tokens, sealed by a key of the configuration; without a key the second record is missing. An unreadable
 //! record counts as absent. Must never write a Secret or a token in the clear.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
 
 use beelet_base::blocking::blocking;
 use beelet_codec::data;
@@ -51,6 +56,8 @@ pub struct Settings {
     pub after: Duration,
     /// File with the key that seals Secrets and tokens.
     pub key_file: Option<PathBuf>,
+    /// True if the pods of StatefulSets start, too, after a reboot.
+    pub stateful_sets: bool,
 }
 
 /// The cache that an earlier run of the agent wrote.
@@ -60,6 +67,8 @@ pub(crate) struct Remembered {
     held: Held,
     node: Option<NodeView>,
     at: Timestamp,
+    /// Pods that must not start before the API server has answered.
+    unsafe_alone: Vec<(PodName, Arc<core::Pod>)>,
 }
 
 impl Remembered {
@@ -84,6 +93,16 @@ impl Remembered {
         }
     }
 
+    /// Sets the pods of StatefulSets apart. A cluster may have moved them to another node while this one was
+    /// off (out-of-service taint, deletion by force), and each of them must run at most once.
+    fn leave_stateful_sets(&mut self) {
+        let Some(all) = &self.pods else { return };
+        let (stateful, others): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            all.pods.clone().into_iter().partition(|(_, pod)| is_of_stateful_set(pod));
+        self.unsafe_alone = stateful.into_iter().collect();
+        self.pods = Some(Arc::new(Assignment { pods: others, ..Assignment::default() }));
+    }
+
     /// Makes those objects optional that an absent API server can't deliver: tokens, which are of little use
     /// without the API server, and the Secrets that only image pulls need.
     fn make_do(&mut self) {
@@ -106,6 +125,12 @@ impl Remembered {
             self.pods.iter().flat_map(|all| all.pods.iter()).filter(|(_, pod)| objects.is_unread(pod));
         waiting.map(|(name, pod)| (name.clone(), Arc::clone(pod))).collect()
     }
+}
+
+/// Returns true for a pod that a StatefulSet controls, of any API group.
+fn is_of_stateful_set(pod: &core::Pod) -> bool {
+    let mut owners = pod.metadata.owner_references.iter().flatten();
+    owners.any(|owner| owner.kind == "StatefulSet" && owner.controller == Some(true))
 }
 
 fn without_pull_secrets(pod: &core::Pod) -> core::Pod {
@@ -152,7 +177,7 @@ impl Memory {
         if !self.settings.enabled {
             return None;
         }
-        let kept: Kept = self.read(PLAIN).await?;
+        let (kept, same_boot): (Kept, bool) = self.read(PLAIN).await?;
         if kept.node != self.node {
             info!(
                 before = kept.node,
@@ -165,7 +190,10 @@ impl Memory {
         let (pods, mut held, node) = kept.restored();
         secrets.restore(&mut held);
         let pods = Some(Arc::new(Assignment { pods, ..Assignment::default() }));
-        let mut remembered = Remembered { pods, held, node, at: kept.at };
+        let mut remembered = Remembered { pods, held, node, at: kept.at, unsafe_alone: Vec::new() };
+        if !same_boot && !self.settings.stateful_sets {
+            remembered.leave_stateful_sets();
+        }
         remembered.make_do();
         debug!(pods = remembered.count(), kept_at = %kept.at, "read the cached objects of the API server");
         Some(remembered)
@@ -173,7 +201,7 @@ impl Memory {
 
     async fn secrets(&self) -> Option<KeptSecrets> {
         let key = Arc::clone(self.key.as_ref()?);
-        let sealed: Sealed = self.read(SEALED).await?;
+        let (sealed, _): (Sealed, bool) = self.read(SEALED).await?;
         let opened =
             key.open(&sealed).and_then(|text| data::from_json(&text).map_err(|problem| problem.to_string()));
         opened
@@ -183,10 +211,11 @@ impl Memory {
             .ok()
     }
 
-    async fn read<T: DeserializeOwned + Send + 'static>(&self, name: &'static str) -> Option<T> {
+    /// Reads a record. Returns true, too, if the record was written since the machine's boot.
+    async fn read<T: DeserializeOwned + Send + 'static>(&self, name: &'static str) -> Option<(T, bool)> {
         let state = Arc::clone(&self.state);
         match blocking("a record", move || state.load(name)).await {
-            Ok(Loaded::Value { value, .. }) => Some(value),
+            Ok(Loaded::Value { value, same_boot }) => Some((value, same_boot)),
             Ok(Loaded::Absent) => None,
             Ok(Loaded::Quarantined { moved_to, reason }) => {
                 warn!(record = name, moved_to = %moved_to.display(), %reason,
@@ -245,8 +274,12 @@ impl Memory {
         );
         warn!(node = self.node, "{message}");
         events.warning(Object::node(&self.node), "RunningWithoutAPIServer", message);
-        for (name, pod) in remembered.waiting() {
-            let message = "the pod waits for the API server: the node's cache lacks Secrets or other objects that the pod needs";
+        let lacking = "the pod waits for the API server: the node's cache lacks Secrets or other objects that the pod needs";
+        let unsafe_alone = "the pod waits for the API server, which may have started another of its name elsewhere while the \
+                            machine was off: autonomy.statefulSets permits its start";
+        let waiting = remembered.waiting().into_iter().map(|pod| (pod, lacking));
+        let apart = remembered.unsafe_alone.iter().cloned().map(|pod| (pod, unsafe_alone));
+        for ((name, pod), message) in waiting.chain(apart) {
             warn!(pod = %name, "{message}");
             events.warning(Object::pod(&pod), "WaitingForAPIServer", message);
         }
@@ -337,10 +370,13 @@ mod tests {
         task: JoinHandle<()>,
     }
 
+    fn settings(stateful_sets: bool) -> Settings {
+        Settings { enabled: true, after: Duration::from_secs(30), key_file: None, stateful_sets }
+    }
+
     async fn start(dir: &tempfile::TempDir) -> Keeper {
         let state = Arc::new(State::open(dir.path()).unwrap());
-        let settings = Settings { enabled: true, after: Duration::from_secs(30), key_file: None };
-        let memory = Arc::new(Memory::open(state, settings, "n1".to_owned()).await);
+        let memory = Arc::new(Memory::open(state, settings(false), "n1".to_owned()).await);
         let pods = watch::Sender::new(Some(Arc::new(Assignment::default())));
         let (held, node) = (watch::Sender::new(Held::default()), watch::Sender::new(None));
         let (stop, keeper) = (CancellationToken::new(), Arc::clone(&memory));
@@ -396,5 +432,34 @@ mod tests {
             keeper.until_kept(has_zone).await;
         }
         keeper.end().await;
+    }
+
+    #[tokio::test]
+    async fn after_a_reboot_the_pods_of_stateful_sets_wait_for_the_api_server() {
+        let dir = tempfile::tempdir().unwrap();
+        let pod = |name: &str, owner: &str| {
+            serde_json::json!({
+                "metadata": {
+                    "name": name, "namespace": "default", "uid": name,
+                    "ownerReferences": [
+                        { "apiVersion": "apps/v1", "kind": owner, "name": "o", "uid": "o", "controller": true },
+                    ],
+                },
+                "spec": { "containers": [{ "name": "main", "image": "i" }] },
+            })
+        };
+        let record = serde_json::json!({
+            "node": "n1", "at": "2026-01-01T00:00:00Z", "labels": null, "taints": [], "objects": [], "services": null,
+            "pods": [pod("db-0", "StatefulSet"), pod("web-1", "ReplicaSet")],
+        });
+        State::open_in_boot(dir.path(), "first").unwrap().store(PLAIN, &record).unwrap();
+        for (boot, stateful_sets, expected) in
+            [("first", false, (2, 0)), ("second", false, (1, 1)), ("second", true, (2, 0))]
+        {
+            let state = Arc::new(State::open_in_boot(dir.path(), boot).unwrap());
+            let memory = Memory::open(state, settings(stateful_sets), "n1".to_owned()).await;
+            let found = memory.load().await.unwrap();
+            assert_eq!((found.count(), found.unsafe_alone.len()), expected, "{boot}, {stateful_sets}");
+        }
     }
 }

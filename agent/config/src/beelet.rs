@@ -71,6 +71,7 @@ pub(super) struct AutonomyWire {
     pub(super) enabled: Option<bool>,
     pub(super) after: Option<GoDuration>,
     pub(super) key_file: Option<String>,
+    pub(super) stateful_sets: Option<bool>,
 }
 
 /// Reads the mode from a word or a boolean: YAML reads a bare `off` as false.

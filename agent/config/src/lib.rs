@@ -328,6 +328,8 @@ pub struct Autonomy {
     pub after: Duration,
     /// File with the key that seals Secrets and tokens; without a key they are not cached.
     pub key_file: Option<PathBuf>,
+    /// True if the pods of StatefulSets start from the cache after a reboot, too.
+    pub stateful_sets: bool,
 }
 
 /// A cgroup of daemons with their reservation as its limit.

@@ -236,7 +236,8 @@ fn autonomy(wire: &mut AutonomyWire) -> Result<Autonomy, Problem> {
         return Err(Problem::new("autonomy.after", format!("{after:?} is out of range: 1s to 24h")));
     }
     let key_file = path("autonomy.keyFile", &mut wire.key_file)?;
-    Ok(Autonomy { enabled: *wire.enabled.get_or_insert(true), after, key_file })
+    let stateful_sets = *wire.stateful_sets.get_or_insert(false);
+    Ok(Autonomy { enabled: *wire.enabled.get_or_insert(true), after, key_file, stateful_sets })
 }
 
 /// Resolves `pressureInterval`: readings below a tenth of a second cost more than they are worth, and above

@@ -442,7 +442,7 @@ fn the_effective_configuration_reads_back_as_itself() {
         kubelet("singleProcessOOMKill: true"),
         kubelet("tracing: {samplingRatePerMillion: 1000}"),
         kubelet("tracing: {endpoint: 'unix:///run/otel.sock', samplingRatePerMillion: 1000000}"),
-        beelet("autonomy: {enabled: false, after: 2m, keyFile: /etc/beelet/key}"),
+        beelet("autonomy: {enabled: false, after: 2m, keyFile: /etc/beelet/key, statefulSets: true}"),
         beelet("nodeConditions: [NodeProblemDetector, EKS]"),
         kubelet("shutdownGracePeriod: 30s\nshutdownGracePeriodCriticalPods: 10s"),
         kubelet(
