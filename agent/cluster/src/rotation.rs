@@ -105,8 +105,18 @@ impl Identity {
                         info!(until = %fresh.until, "got a new client certificate");
                         self.reload().await;
                         (known, part) = (self.stamps().await, self::part());
-                        backoff.reset();
-                        continue;
+                        let now = Timestamp::now();
+                        if fresh.covers(now) {
+                            backoff.reset();
+                            continue;
+                        }
+                        // Each further certificate would be due at once, too.
+                        warn!(
+                            "the new client certificate is valid from {} to {}, and this machine's clock says {now}: set \
+                             the clock",
+                            fresh.from, fresh.until
+                        );
+                        pause = backoff.next(None);
                     }
                     Err(error) => {
                         self.options.metrics.errors.inc();
