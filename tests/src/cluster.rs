@@ -1,6 +1,6 @@
 //! Control plane for a test: etcd and a real kube-apiserver on loopback, with TLS, the Node authorizer, RBAC,
 //! NodeRestriction and an audit log. The control plane has no controllers and no scheduler: tests do their
-//! work.
+//! work, or start them ([`Controllers`]).
 //!
 //! `KUBE_APISERVER` names the API server, `ETCD` the etcd; otherwise the machine's etcd is used. All files
 //! are in one folder. Dropping the value kills both; the next test removes leftovers of a killed one.
@@ -255,6 +255,12 @@ impl Cluster {
     /// Kills the API server: every connection breaks, new ones are refused.
     pub fn kill_server(&mut self) {
         self.server = None; // dropping the guard kills the process and waits
+    }
+
+    /// Returns the process ids of the API server and of etcd; None while they are stopped.
+    pub fn pids(&self) -> (Option<u32>, Option<u32>) {
+        let pid = |process: &Option<Process>| process.as_ref().map(|process| process.0.id());
+        (pid(&self.server), pid(&self.etcd))
     }
 
     fn spawn(&self, name: &str, mut command: Command) -> Result<Process> {
@@ -572,6 +578,30 @@ impl Drop for Cluster {
                 eprintln!("cannot remove the cluster in {}: {error:#}", self.instance.display());
             }
         }
+    }
+}
+
+/// Kubernetes' controller manager and scheduler, which a [`Cluster`] lacks; dropping the value kills both.
+pub struct Controllers {
+    _processes: [Process; 2],
+}
+
+impl Controllers {
+    /// Starts the programs that `KUBE_CONTROLLER_MANAGER` and `KUBE_SCHEDULER` name. They serve nothing, and
+    /// give the nodes no addresses for pods.
+    ///
+    /// # Errors
+    /// A program is missing or does not start.
+    pub fn start(cluster: &Cluster) -> Result<Controllers> {
+        let start = |program: requires::Program, name: &str, more: &[&str]| {
+            let found = program.given().map_err(|missing| anyhow::anyhow!("{missing}"))?;
+            let mut command = Command::new(found);
+            command.arg("--kubeconfig").arg(cluster.kubeconfig());
+            command.args(["--leader-elect=false", "--secure-port=0"]).args(more);
+            cluster.spawn(name, command)
+        };
+        let manager = start(requires::CONTROLLER_MANAGER, "controllers", &["--allocate-node-cidrs=false"])?;
+        Ok(Controllers { _processes: [manager, start(requires::SCHEDULER, "scheduler", &[])?] })
     }
 }
 

@@ -112,6 +112,11 @@ pub struct Program {
 
 /// Kubernetes' own client.
 pub const KUBECTL: Program = Program { variable: "KUBECTL", name: "kubectl" };
+/// Kubernetes' own controllers.
+pub const CONTROLLER_MANAGER: Program =
+    Program { variable: "KUBE_CONTROLLER_MANAGER", name: "kube-controller-manager" };
+/// Kubernetes' own scheduler.
+pub const SCHEDULER: Program = Program { variable: "KUBE_SCHEDULER", name: "kube-scheduler" };
 /// Prometheus' own checker of pages and rules.
 pub const PROMTOOL: Program = Program { variable: "PROMTOOL", name: "promtool" };
 /// Prometheus, as a consumer of a node's metrics.
@@ -140,6 +145,12 @@ impl Program {
 /// Checks for kubectl.
 pub fn kubectl() -> Result<(), Missing> {
     KUBECTL.given().map(drop)
+}
+
+/// Checks for Kubernetes' controllers and scheduler.
+pub fn controllers() -> Result<(), Missing> {
+    CONTROLLER_MANAGER.given()?;
+    SCHEDULER.given().map(drop)
 }
 
 /// Checks for promtool.

@@ -1,6 +1,6 @@
 //! Program in the test pods. Linked statically, so that it runs in an image without other files.
 //!
-//! - `testapp pause` waits until it is stopped: the program of the sandbox image.
+//! - `testapp pause` waits until it is stopped: the program of the sandbox image. `pause -v` prints a version.
 //! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then
 //!   closes), on the HTTP port (answers every path with the current health), and executes commands on the
 //!   control port: one line each, one line of answer.
@@ -51,6 +51,11 @@ fn main() -> ExitCode {
         stop.store(false, Ordering::Relaxed);
     }
     let done = match arguments.first().map(String::as_str) {
+        // kubeadm checks that a Job of the sandbox image ends.
+        Some("pause") if arguments.get(1).is_some_and(|word| word == "-v") => {
+            println!("pause.c {}", env!("CARGO_PKG_VERSION"));
+            Ok(())
+        }
         Some("pause") => forever(),
         Some("serve") => serve(&arguments[1..]),
         Some("probe") => probe(&arguments[1..]),
