@@ -13,6 +13,7 @@ mod cluster;
 mod density;
 mod devices;
 mod exec;
+mod fleet;
 mod footprint;
 mod lifecycle;
 mod observe;
@@ -61,6 +62,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     scenario: Vec<String>,
 
+    /// Number of agents of `fleet`
+    #[arg(long, value_name = "NUMBER")]
+    nodes: Option<usize>,
+
     /// Print one JSON object per row instead of a table
     #[arg(long)]
     json: bool,
@@ -77,6 +82,9 @@ enum What {
     Density,
     /// Choosing devices, and admitting pods with devices
     Devices,
+    /// Many agents on one API server: requests, watches and CPU per node, at rest, during an update and after
+    /// an outage (KUBE_APISERVER, KUBE_CONTROLLER_MANAGER, KUBE_SCHEDULER; never by default)
+    Fleet,
     /// CPU and memory of the agent
     Footprint,
     /// Time from a listener's start or end to the pod's readiness
@@ -213,7 +221,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     workdir::heed_signals()?;
     let mut whats = args.what.clone();
     if whats.is_empty() {
-        whats.extend(What::value_variants().iter().filter(|what| **what != What::Requests));
+        let never = [What::Requests, What::Fleet];
+        whats.extend(What::value_variants().iter().filter(|what| !never.contains(what)));
     }
     if let Err(missing) = requires::bpf() {
         bail!("cannot run the benches here: {missing}");
@@ -274,6 +283,7 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
         What::Cluster => cluster::run(binary, quick, rows)?,
         What::Density => density::run(binary, quick, rows)?,
         What::Devices => rows.extend(devices::run(quick)?),
+        What::Fleet => fleet::run(binary, quick, args.nodes, rows)?,
         What::Footprint => {
             rows.extend(footprint::run(binary, quick)?);
             observe::run(binary, quick, rows)?;
