@@ -1,4 +1,4 @@
-# The first steps of a machine, inside its own namespaces. NAME, ADDRESS, DIR and SWITCH come from machine.rs.
+# The first steps of a machine, inside its own namespaces. NAME, ADDRESS, CONTROLS, DIR and SWITCH come from machine.rs.
 set -e
 mount --make-rshared /
 # A sysfs of the own network, with the machine's control groups and a bpffs of its own.
@@ -24,6 +24,8 @@ mkdir -p /etc/cni/net.d
 hostname "$NAME"
 echo "$NAME" > /etc/hostname
 printf '127.0.0.1 localhost\n%s %s\n' "$ADDRESS" "$NAME" > /etc/hosts
+# The stable name of the API servers, with all their addresses: clients try one after the other.
+for control in $CONTROLS; do echo "$control control-plane"; done >> /etc/hosts
 echo 'nameserver 10.88.0.254' > /etc/resolv.conf
 rm -f /etc/machine-id
 printf '%s' "$NAME" | md5sum | cut -c1-32 > /etc/machine-id

@@ -14,11 +14,16 @@ use super::machine::{Machine, cgroup};
 const PATIENCE: Duration = Duration::from_secs(300);
 /// The token of joins. The cluster is reachable from this machine only.
 const TOKEN: &str = "abcdef.0123456789abcdef";
+/// The key that encrypts the control plane's keys for the join of further machines.
+const KEY: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 /// Faults of the machine that kubeadm's checks find and that don't matter here: cgroup version 1, few CPUs
 /// and little memory.
 pub(super) const IGNORED: &str = "--ignore-preflight-errors=SystemVerification,NumCPU,Mem,Swap";
+/// Like [`IGNORED`], for an upgrade: without `COREDNS` the cluster has no DNS to migrate.
+pub(super) const IGNORED_BY_UPGRADE: &str = "--ignore-preflight-errors=SystemVerification,NumCPU,Mem,Swap,\
+                                             CoreDNSUnsupportedPlugins,CoreDNSMigration";
 /// Path of the administrator's kubeconfig on the first machine.
-pub(super) const ADMIN: &str = "/etc/kubernetes/admin.conf";
+pub(crate) const ADMIN: &str = "/etc/kubernetes/admin.conf";
 
 /// Runs kubectl with the administrator's rights, on the first machine.
 pub(super) fn kubectl(first: &Machine, words: &[&str]) -> Result<String> {
@@ -38,16 +43,17 @@ pub(super) fn get(first: &Machine, words: &[&str]) -> Result<Value> {
 /// Initializes the control plane.
 pub(super) fn init(first: &Machine, version: &str, has_dns: bool) -> Result<()> {
     let config = first.file("init.yaml", &init_config(first, version))?;
-    let mut words = vec!["kubeadm", "init", "--config", &config, "--skip-token-print", IGNORED, "-v1"];
+    let mut words = vec!["kubeadm", "init", "--config", &config, "--upload-certs", "--skip-token-print"];
+    words.extend([IGNORED, "-v1"]);
     if !has_dns {
         words.push("--skip-phases=addon/coredns");
     }
     first.run(&words).map(drop)
 }
 
-/// Joins a machine.
-pub(super) fn join(machine: &Machine, first: &Machine) -> Result<()> {
-    let config = machine.file("join.yaml", &join_config(machine, first))?;
+/// Joins a machine: as a worker, or with a control plane and an etcd of its own.
+pub(super) fn join(machine: &Machine) -> Result<()> {
+    let config = machine.file("join.yaml", &join_config(machine))?;
     machine.run(&["kubeadm", "join", "--config", &config, IGNORED, "-v1"]).map(drop)
 }
 
@@ -134,13 +140,16 @@ fn init_config(first: &Machine, version: &str) -> String {
     format!(
         "apiVersion: kubeadm.k8s.io/v1beta4\nkind: InitConfiguration\n\
          bootstrapTokens: [{{token: {TOKEN}, ttl: 24h0m0s}}]\n\
-         localAPIEndpoint: {{advertiseAddress: {address}, bindPort: 6443}}\n{registration}---\n\
+         localAPIEndpoint: {{advertiseAddress: {address}, bindPort: 6443}}\n\
+         certificateKey: {KEY}\n{registration}---\n\
          apiVersion: kubeadm.k8s.io/v1beta4\nkind: ClusterConfiguration\nkubernetesVersion: {version}\n\
+         controlPlaneEndpoint: control-plane:6443\n\
          networking: {{podSubnet: 10.244.0.0/16}}\n\
          controllerManager: {{extraArgs: [{{name: cluster-signing-duration, value: 15m0s}}]}}\n---\n\
          apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nfailCgroupV1: false\n\
          failSwapOn: false\nserverTLSBootstrap: false\nrotateCertificates: true\n\
          evictionHard: {{memory.available: 100Mi, nodefs.available: 3%, imagefs.available: 3%}}\n\
+         evictionPressureTransitionPeriod: 30s\n\
          imageGCHighThresholdPercent: 97\nimageGCLowThresholdPercent: 95\n---\n\
          apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nconntrack: {{maxPerCore: 0}}\n",
         address = first.address,
@@ -148,11 +157,20 @@ fn init_config(first: &Machine, version: &str) -> String {
     )
 }
 
-fn join_config(machine: &Machine, first: &Machine) -> String {
+fn join_config(machine: &Machine) -> String {
+    let control = if machine.is_control() {
+        let address = machine.address;
+        format!(
+            "controlPlane:\n  localAPIEndpoint: {{advertiseAddress: {address}, bindPort: 6443}}\n  \
+             certificateKey: {KEY}\n"
+        )
+    } else {
+        String::new()
+    };
     format!(
         "apiVersion: kubeadm.k8s.io/v1beta4\nkind: JoinConfiguration\ndiscovery:\n  bootstrapToken:\n    \
-         token: {TOKEN}\n    apiServerEndpoint: {address}:6443\n    unsafeSkipCAVerification: true\n{registration}",
-        address = first.address,
+         token: {TOKEN}\n    apiServerEndpoint: control-plane:6443\n    unsafeSkipCAVerification: true\n\
+         {registration}{control}",
         registration = registration(machine),
     )
 }
@@ -163,7 +181,7 @@ mod tests {
 
     #[test]
     fn the_configurations_name_the_machine_and_its_cgroup() {
-        let (first, worker) = (Machine::new(0), Machine::new(2));
+        let (first, worker) = (Machine::control(0), Machine::worker(2));
         let init = init_config(&first, "v1.36.2");
         for part in [
             "advertiseAddress: 10.88.0.11",
@@ -174,9 +192,14 @@ mod tests {
             assert!(init.contains(part), "{part}: {init}");
         }
         assert_eq!(init.matches("---\n").count(), 3);
-        let join = join_config(&worker, &first);
-        for part in ["apiServerEndpoint: 10.88.0.11:6443", "name: w2\n", "value: 10.88.0.13}"] {
+        let join = join_config(&worker);
+        for part in ["apiServerEndpoint: control-plane:6443", "name: w2\n", "value: 10.88.0.13}"] {
             assert!(join.contains(part), "{part}: {join}");
+        }
+        assert!(!join.contains("controlPlane:"), "{join}");
+        let second = join_config(&Machine::control(1));
+        for part in ["controlPlane:\n", "name: cp2\n", "advertiseAddress: 10.88.0.201"] {
+            assert!(second.contains(part), "{part}: {second}");
         }
         assert_eq!(network("10.244.1.0/24")["plugins"][0]["ipam"]["ranges"][0][0]["subnet"], "10.244.1.0/24");
     }

@@ -1,65 +1,21 @@
-//! `cargo xtask cluster test`: the whole life of a cluster, each step checked and timed.
+//! The whole life of a cluster: `cargo xtask cluster test life`.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use beelet_tests::images::APP;
+use anyhow::{Result, bail, ensure};
 use beelet_tests::workdir;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::kubeadm::{self, get, kubectl, until_ready};
-use super::machine::Machine;
 use super::network;
+use super::steps::{Life, PATIENCE, deployment, service};
 
-/// Maximum time of a step that waits for controllers.
-const PATIENCE: Duration = Duration::from_secs(420);
-/// Maximum time until a ready application is reachable.
-const REACHED: Duration = Duration::from_secs(60);
-/// Number of replicas of the application.
-const REPLICAS: usize = 20;
 /// Link to a node's client certificate in use.
 const CERTIFICATE: &str = "/var/lib/kubelet/pki/kubelet-client-current.pem";
 
-/// Row of the result.
-struct Row {
-    step: &'static str,
-    took: Duration,
-}
-
-/// The cluster under test.
-struct Life {
-    machines: Vec<Machine>,
-    rows: Vec<Row>,
-}
-
-/// Runs through the life of a new cluster of three nodes.
-pub(super) fn run(keep: bool) -> Result<()> {
-    workdir::heed_signals()?;
-    let began = Instant::now();
-    let mut life = Life { machines: Vec::new(), rows: Vec::new() };
-    let ended = live(&mut life);
-    println!("\n| step | seconds |\n| --- | --- |");
-    for row in &life.rows {
-        println!("| {} | {:.1} |", row.step, row.took.as_secs_f64());
-    }
-    println!("| total | {:.1} |", began.elapsed().as_secs_f64());
-    if keep {
-        return ended;
-    }
-    let removed = super::down();
-    ended.and(removed)
-}
-
-fn live(life: &mut Life) -> Result<()> {
-    life.machines = Machine::all();
-    if life.machines.is_empty() {
-        life.step("images, machines, init, join of two workers", |life| {
-            life.machines = super::up(2)?;
-            Ok(())
-        })?;
-    }
-    ensure!(life.machines.len() == 3, "the test needs a control plane and two workers");
-    let certificates = life.certificates()?;
+/// Runs the steps.
+pub(super) fn live(life: &mut Life) -> Result<()> {
+    let certificates = certificates(life)?;
     life.step("20 replicas on two nodes, Service and NodePort from three", deploy)?;
     life.step("rolling update of 20 replicas", update)?;
     life.step("beelet drain on w1, uncordon", |life| drain(life, 1))?;
@@ -75,71 +31,12 @@ fn live(life: &mut Life) -> Result<()> {
     life.step("kubeadm join of w2 again", rejoin)
 }
 
-impl Life {
-    /// Runs a step and records its duration.
-    fn step(&mut self, name: &'static str, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
-        eprintln!("== {name}");
-        let began = Instant::now();
-        work(self).with_context(|| format!("step {name:?}"))?;
-        let took = began.elapsed();
-        eprintln!("== {name}: {:.1} s", took.as_secs_f64());
-        self.rows.push(Row { step: name, took });
-        Ok(())
-    }
-
-    fn machine(&self, index: usize) -> Result<&Machine> {
-        self.machines.get(index).context("the machine does not exist")
-    }
-
-    fn first(&self) -> Result<&Machine> {
-        self.machine(0)
-    }
-
-    /// Applies objects.
-    fn apply(&self, objects: &[Value]) -> Result<()> {
-        let first = self.first()?;
-        let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
-        let file = first.file("apply.json", &list.to_string())?;
-        kubectl(first, &["apply", "-f", &file]).map(drop)
-    }
-
-    /// Waits until the whole deployment runs its newest template.
-    fn rolled_out(&self) -> Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
-        kubectl(self.first()?, &["rollout", "status", "deployment/web", &timeout]).map(drop)
-    }
-
-    /// Waits until every machine reaches the application by its Service and by a port of the node.
-    fn reachable(&self) -> Result<()> {
-        let first = self.first()?;
-        let service = get(first, &["service", "web"])?;
-        let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?.to_owned();
-        for machine in &self.machines {
-            for place in [format!("{address}/80"), format!("{}/30080", machine.address)] {
-                // A client that every machine with bash has.
-                let ask = format!(
-                    "exec 3<>/dev/tcp/{place}; printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3; grep -q 'hello from beelet' <&3"
-                );
-                let asked = || machine.run(&["timeout", "3", "bash", "-c", &ask]);
-                workdir::wait_for(&format!("{place} from {}", machine.name), REACHED, asked)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the application's pods.
-    fn pods(&self) -> Result<Vec<Value>> {
-        let pods = get(self.first()?, &["pods", "-l", "app=web"])?;
-        Ok(pods["items"].as_array().cloned().unwrap_or_default())
-    }
-
-    /// Returns the certificate in use of each worker, which the cluster's signer issued for minutes. kubeadm
-    /// itself issues the one of the first node, for a year: it must lie where the node renews it.
-    fn certificates(&self) -> Result<Vec<String>> {
-        self.first()?.run(&["grep", "-q", CERTIFICATE, "/etc/kubernetes/kubelet.conf"])?;
-        let workers = self.machines.iter().skip(1);
-        workers.map(|machine| machine.run(&["readlink", "-f", CERTIFICATE])).collect()
-    }
+/// Returns the certificate in use of each worker, which the cluster's signer issued for minutes. kubeadm
+/// itself issues the one of the first node, for a year: it must lie where the node renews it.
+fn certificates(life: &Life) -> Result<Vec<String>> {
+    life.first()?.run(&["grep", "-q", CERTIFICATE, "/etc/kubernetes/kubelet.conf"])?;
+    let workers = life.machines.iter().skip(1);
+    workers.map(|machine| machine.run(&["readlink", "-f", CERTIFICATE])).collect()
 }
 
 fn deploy(life: &mut Life) -> Result<()> {
@@ -244,7 +141,7 @@ fn reboot(life: &mut Life) -> Result<()> {
 
 fn rotated(life: &mut Life, before: &[String]) -> Result<()> {
     let all_new = || {
-        let now = life.certificates().map_err(|error| error.to_string())?;
+        let now = certificates(life).map_err(|error| error.to_string())?;
         let old = now.iter().zip(before).filter(|(now, before)| now == before).count();
         if old == 0 { Ok(()) } else { Err(format!("{old} workers have their first certificate")) }
     };
@@ -255,14 +152,14 @@ fn rotated(life: &mut Life, before: &[String]) -> Result<()> {
 fn upgrade(life: &mut Life) -> Result<()> {
     let first = life.first()?;
     let version = first.run(&["kubeadm", "version", "-o", "short"])?;
-    first.run(&["kubeadm", "upgrade", "apply", &version, "--force", "--yes", kubeadm::IGNORED])?;
+    first.run(&["kubeadm", "upgrade", "apply", &version, "--force", "--yes", kubeadm::IGNORED_BY_UPGRADE])?;
     until_ready(first, &life.machines, "True")?;
     life.reachable()
 }
 
 fn rejoin(life: &mut Life) -> Result<()> {
     let (first, worker) = (life.first()?, life.machine(2)?);
-    kubeadm::join(worker, first)?;
+    kubeadm::join(worker)?;
     kubeadm::connect(first, &life.machines)?;
     until_ready(first, &life.machines, "True")
 }
@@ -273,39 +170,4 @@ fn reset(life: &mut Life) -> Result<()> {
     kubectl(first, &["delete", "node", &worker.name])?;
     let containers = worker.run(&["ctr", "--namespace", "k8s.io", "containers", "ls", "-q"])?;
     if containers.is_empty() { Ok(()) } else { bail!("containers are left on {}: {containers}", worker.name) }
-}
-
-/// Returns the application: a web server of busybox, ready when it answers.
-fn deployment(version: &str) -> Value {
-    json!({
-        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "web" },
-        "spec": {
-            "replicas": REPLICAS,
-            "selector": { "matchLabels": { "app": "web" } },
-            "template": {
-                "metadata": { "labels": { "app": "web" } },
-                "spec": {
-                    "terminationGracePeriodSeconds": 5,
-                    "containers": [{
-                        "name": "web", "image": APP, "imagePullPolicy": "IfNotPresent",
-                        "command": ["/bin/httpd", "-f", "-p", "8080", "-h", "/www"],
-                        "env": [{ "name": "VERSION", "value": version }],
-                        "ports": [{ "containerPort": 8080 }],
-                        "readinessProbe": { "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 2 },
-                        "resources": { "requests": { "cpu": "10m", "memory": "10Mi" } },
-                    }],
-                },
-            },
-        },
-    })
-}
-
-fn service() -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web" },
-        "spec": {
-            "type": "NodePort", "selector": { "app": "web" },
-            "ports": [{ "port": 80, "targetPort": 8080, "nodePort": 30080 }],
-        },
-    })
 }

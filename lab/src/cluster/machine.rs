@@ -9,15 +9,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::workdir;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::disk;
 use super::programs::{Programs, output};
 
 /// Time for a machine's daemons to answer.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Variable in the environment of a holder, with its machine's folder: the proof that a process is one.
 const MARK: &str = "BEELET_MACHINE";
 /// Name under which this program is a machine's `systemctl`.
@@ -34,6 +35,9 @@ pub(super) fn folder() -> PathBuf {
     workdir::target_dir().join("machines")
 }
 
+/// Maximum number of control-plane machines.
+pub(super) const CONTROLS: u8 = 3;
+
 /// A machine, by its name.
 #[derive(Debug, Clone)]
 pub(super) struct Machine {
@@ -43,16 +47,28 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// Returns the machine with this number: `cp` is number 0, the workers are `w1`, `w2`, ….
-    pub(super) fn new(number: u8) -> Self {
-        let name = if number == 0 { "cp".to_owned() } else { format!("w{number}") };
-        let dir = folder().join(&name);
-        Self { name, address: Ipv4Addr::new(10, 88, 0, 11_u8.saturating_add(number)), dir }
+    /// Returns the control-plane machine with this number: `cp` is number 0, then follow `cp2` and `cp3`.
+    pub(super) fn control(number: u8) -> Self {
+        match number {
+            0 => machine("cp".to_owned(), 11),
+            _ => machine(format!("cp{}", number.saturating_add(1)), 200_u8.saturating_add(number)),
+        }
     }
 
-    /// Returns the machines that exist.
+    /// Returns the worker with this number, from 1: `w1`, `w2`, ….
+    pub(super) fn worker(number: u8) -> Self {
+        machine(format!("w{number}"), 11_u8.saturating_add(number))
+    }
+
+    /// Returns true for a machine of the control plane.
+    pub(super) fn is_control(&self) -> bool {
+        self.name.starts_with("cp")
+    }
+
+    /// Returns the machines that exist, those of the control plane first.
     pub(super) fn all() -> Vec<Self> {
-        (0..100).map(Self::new).filter(|machine| machine.dir.join("holder").exists()).collect()
+        let all = (0..CONTROLS).map(Self::control).chain((1..100).map(Self::worker));
+        all.filter(|machine| machine.dir.join("holder").exists()).collect()
     }
 
     /// Returns the existing machine of this name.
@@ -65,7 +81,13 @@ impl Machine {
         })
     }
 
-    fn holder(&self) -> Result<Pid> {
+    /// Returns the folder with all files of the machine, which is a file system of its own.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Returns the process that holds the machine's namespaces.
+    pub(super) fn holder(&self) -> Result<Pid> {
         holder(&self.dir).with_context(|| format!("the machine {} is not up", self.name))
     }
 
@@ -86,8 +108,16 @@ impl Machine {
         Ok(path.display().to_string())
     }
 
-    /// Creates the machine and starts its containerd.
-    pub(super) fn create(&self, programs: &Programs, agent: &Path, pause: &str) -> Result<()> {
+    /// Creates the machine and starts its containerd. `controls` are the machines of the control plane,
+    /// which all have the name `control-plane`.
+    pub(super) fn create(
+        &self,
+        programs: &Programs,
+        agent: &Path,
+        pause: &str,
+        controls: &[Self],
+    ) -> Result<()> {
+        disk::create(&self.dir)?;
         for part in ["bin", "sys"] {
             let part = self.dir.join(part);
             fs::create_dir_all(&part).with_context(|| format!("cannot create {}", part.display()))?;
@@ -112,6 +142,8 @@ impl Machine {
         boot.args(["sh", "-c", BOOT]);
         boot.env("NAME", &self.name).env("ADDRESS", self.address.to_string());
         boot.env("DIR", &self.dir).env("SWITCH", switch.as_raw_nonzero().to_string());
+        let controls: Vec<String> = controls.iter().map(|one| one.address.to_string()).collect();
+        boot.env("CONTROLS", controls.join(" "));
         output(&mut boot).with_context(|| format!("cannot boot the machine {}", self.name))?;
         // The value would remove the cgroup at its end.
         std::mem::forget(CgroupRoot::new(&cgroup(&self.name))?);
@@ -149,80 +181,17 @@ impl Machine {
     pub(super) fn run<S: AsRef<str>>(&self, words: &[S]) -> Result<String> {
         output(self.command(words)?.stdin(Stdio::null()))
     }
-
-    /// Cuts the power: kills every process of the machine, and removes what a machine loses then.
-    pub(super) fn power_off(&self) -> Result<()> {
-        let holder = self.holder()?;
-        let own = |pid: &Pid| fs::read_link(format!("/proc/{}/ns/mnt", pid.as_raw_nonzero())).ok();
-        let namespace = own(&holder).context("the machine's mount namespace")?;
-        if fs::read_link("/proc/self/ns/mnt").ok().as_ref() == Some(&namespace) {
-            bail!("the machine {} has the host's mount namespace", self.name);
-        }
-        let _ = self.run(&["sh", "-c", "rm -f /run/units/*.want"]);
-        // Daemons that a signal ends one by one start others meanwhile: repeat until none is left.
-        workdir::wait_regardless("the machine's processes to end", PATIENCE, || {
-            let left: Vec<Pid> = processes()
-                .into_iter()
-                .filter(|pid| *pid != holder && own(pid).as_ref() == Some(&namespace))
-                .collect();
-            for pid in &left {
-                // The process may have ended just now.
-                let _ = kill_process(*pid, Signal::KILL);
-            }
-            // Kills the containers and removes the cgroup.
-            drop(CgroupRoot::new(&cgroup(&self.name)).map_err(|error| error.to_string())?);
-            if left.is_empty() { Ok(()) } else { Err(format!("{} processes", left.len())) }
-        })
-    }
-
-    /// Starts a machine whose power was cut: mounts, sockets and the network of pods are lost, and the boot
-    /// has another id.
-    pub(super) fn power_on(&self) -> Result<()> {
-        self.run(&["sh", "-c", LOST])?;
-        std::mem::forget(CgroupRoot::new(&cgroup(&self.name))?);
-        self.start_containerd()?;
-        self.run(&["systemctl", "start", "kubelet"]).map(drop)
-    }
-
-    /// Removes the machine.
-    pub(super) fn remove(&self) -> Result<()> {
-        if let Some(holder) = holder(&self.dir) {
-            self.power_off()?;
-            let _ = kill_process(holder, Signal::KILL);
-            let gone = || if self.is_up() { Err("the holder still runs") } else { Ok(()) };
-            workdir::wait_regardless("the machine's holder to end", PATIENCE, gone)?;
-        }
-        let removed = || fs::remove_dir_all(&self.dir);
-        workdir::wait_regardless("the machine's folder to be removed", PATIENCE, removed)
-    }
 }
 
-/// The end of a boot, as a script: what only memory had.
-const LOST: &str = r#"
-for point in $(awk '$2 ~ "^(/run/containerd|/run/netns|/var/lib/kubelet/pods|/run/beelet)" { print $2 }' /proc/self/mounts | sort -r); do
-    umount -l "$point"
-done
-rm -rf /run/containerd /run/netns /run/beelet /run/units /run/xtables.lock /sys/fs/bpf/* /var/lib/cni/*
-mkdir -p /run/containerd /run/netns /run/units
-ip link del cni0 2>/dev/null
-for table in filter nat mangle; do iptables -t $table -F; iptables -t $table -X; done
-umount /proc/sys/kernel/random/boot_id 2>/dev/null
-cat /proc/sys/kernel/random/uuid > /run/boot_id
-mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
-"#;
+/// Returns the machine with this name and this last part of its address.
+fn machine(name: String, address: u8) -> Machine {
+    let dir = folder().join(&name);
+    Machine { name, address: Ipv4Addr::new(10, 88, 0, address), dir }
+}
 
-/// Removes the switch.
+/// Removes the switch, which must have no machines.
 pub(super) fn remove_switch() -> Result<()> {
-    let dir = folder().join("switch");
-    if let Some(pid) = holder(&dir) {
-        let _ = kill_process(pid, Signal::KILL);
-    }
-    match fs::remove_dir_all(&dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).context("cannot remove the switch")
-        }
-        _ => Ok(()),
-    }
+    end(&folder().join("switch"))
 }
 
 /// Returns the holder of the switch, which joins the machines; creates it if it is missing.
@@ -253,17 +222,33 @@ fn hold(dir: &Path, namespaces: &[&str]) -> Result<Pid> {
     holder(dir).context("the holder of the namespaces has ended")
 }
 
+/// Starts a helper of a machine, and records it in `dir`; [`end`] ends it.
+pub(super) fn help(dir: &Path, command: &mut Command) -> Result<()> {
+    command.env(MARK, dir).current_dir("/").process_group(0);
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let child = child.context("cannot start a helper")?;
+    workdir::write(&dir.join("holder"), child.id().to_string())
+}
+
+/// Ends the process that is recorded in `dir`, and removes the record.
+pub(super) fn end(dir: &Path) -> Result<()> {
+    if let Some(pid) = holder(dir) {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Returns the recorded holder if it runs and is one.
 fn holder(dir: &Path) -> Option<Pid> {
     let pid = fs::read_to_string(dir.join("holder")).ok()?.trim().parse().ok().and_then(Pid::from_raw)?;
     let environment = fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())).ok()?;
     let mark = format!("{MARK}={}", dir.display());
     environment.split(|byte| *byte == 0).any(|one| one == mark.as_bytes()).then_some(pid)
-}
-
-fn processes() -> Vec<Pid> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)).collect()
 }
 
 fn link(place: &Path, target: &Path) -> Result<()> {

@@ -5,16 +5,24 @@
 //! no registry is needed. `cluster test` runs through a cluster's whole life and prints the duration of each
 //! step.
 
+mod clock;
+mod disk;
+mod failures;
 mod images;
 mod kubeadm;
 mod life;
 mod machine;
 mod network;
+mod plane;
+mod power;
 mod programs;
+mod steps;
+mod subjects;
 pub(crate) mod unit;
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent;
@@ -39,7 +47,9 @@ Examples:
   cargo xtask cluster kubectl get nodes -o wide
   cargo xtask cluster ssh w1 beelet drain --timeout=5m
   cargo xtask cluster cut w1 && cargo xtask cluster heal w1
-  cargo xtask cluster test
+  cargo xtask cluster test            # init, drain, certificates, upgrade, reset and more
+  cargo xtask cluster test failures   # StatefulSets, lost nodes, a full disk, a wrong clock
+  cargo xtask cluster test plane      # three nodes with an etcd each
   cargo xtask cluster down")]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -50,9 +60,12 @@ pub(crate) struct Args {
 enum Command {
     /// Creates the machines and the cluster
     Up {
-        /// Number of workers, in addition to the control plane's node `cp`
+        /// Number of workers, `w1`, `w2`, …
         #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=50))]
         workers: u8,
+        /// Number of nodes of the control plane, `cp`, `cp2`, `cp3`, each with an etcd
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=3))]
+        controls: u8,
     },
     /// Removes the machines
     Down,
@@ -77,21 +90,37 @@ enum Command {
         /// Name of the machine
         machine: String,
     },
-    /// Heals the network of a machine after `cut` and `slow`
+    /// Heals a machine after `cut`, `slow`, `fill` and `clock`
     Heal {
         /// Name of the machine
         machine: String,
+    },
+    /// Fills the disk of a machine
+    Fill {
+        /// Name of the machine
+        machine: String,
+        /// Share of the disk in use afterwards, in percent
+        #[arg(long, default_value_t = 99, value_parser = clap::value_parser!(u8).range(1..=100))]
+        percent: u8,
+    },
+    /// Sets the clock of a machine's agent, and restarts the agent
+    Clock {
+        /// Name of the machine
+        machine: String,
+        /// Difference to the right time, as faketime(1) has it, such as `+2h` or `-1d`
+        #[arg(allow_hyphen_values = true)]
+        offset: String,
     },
     /// Slows the network of a machine down, and loses packets
     Slow {
         /// Name of the machine
         machine: String,
-        /// Delay of each packet, as tc-netem(8) has it
-        #[arg(long, default_value = "100ms")]
-        delay: String,
-        /// Share of lost packets
-        #[arg(long, default_value = "1%")]
-        loss: String,
+        /// Delay of each packet to the machine, in milliseconds
+        #[arg(long, default_value_t = 100)]
+        delay: u64,
+        /// Share of lost packets, in percent
+        #[arg(long, default_value_t = 1.0)]
+        loss: f64,
     },
     /// Cuts the power of machines, all at once, and starts them again
     Reboot {
@@ -99,9 +128,11 @@ enum Command {
         #[arg(required = true)]
         machines: Vec<String>,
     },
-    /// Runs through the whole life of a cluster of three nodes, new unless there is one, and prints how long
-    /// each step took
+    /// Runs through the whole life of a cluster, new unless there is one, and prints how long each step took
     Test {
+        /// Subject of the test
+        #[arg(value_enum, default_value = "life")]
+        subject: subjects::Subject,
         /// Leave the cluster at the end
         #[arg(long)]
         keep: bool,
@@ -117,12 +148,12 @@ enum Command {
 /// Runs `cargo xtask cluster`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     match &args.command {
-        Command::Up { workers } => up(*workers).map(drop),
+        Command::Up { workers, controls } => up(*controls, *workers).map(drop),
         Command::Down => down(),
         Command::Status => status(),
         Command::Ssh { machine, command } => ssh(machine, command),
         Command::Kubectl { arguments } => {
-            let mut words = ["kubectl", "--kubeconfig", kubeadm::ADMIN].map(str::to_owned).to_vec();
+            let mut words = ["kubectl", "--kubeconfig", ADMIN].map(str::to_owned).to_vec();
             words.extend_from_slice(arguments);
             ssh("cp", &words)
         }
@@ -130,17 +161,64 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Command::Heal { machine } => {
             let machine = Machine::named(machine)?;
             network::cut(&machine, false)?;
-            network::slow(&machine, None)
+            network::slow(&machine, None)?;
+            disk::free(machine.dir())?;
+            clock::set(&machine, None)
         }
+        Command::Fill { machine, percent } => disk::fill(Machine::named(machine)?.dir(), *percent),
+        Command::Clock { machine, offset } => clock::set(&Machine::named(machine)?, Some(offset)),
         Command::Slow { machine, delay, loss } => {
-            network::slow(&Machine::named(machine)?, Some((delay, loss)))
+            let slow = network::Slow { delay: Duration::from_millis(*delay), loss: *loss };
+            network::slow(&Machine::named(machine)?, Some(slow))
         }
         Command::Reboot { machines } => {
             let machines = machines.iter().map(|name| Machine::named(name)).collect::<Result<Vec<_>>>()?;
             reboot(&machines)
         }
-        Command::Test { keep } => life::run(*keep),
+        Command::Test { subject, keep } => subjects::run(*subject, *keep),
         Command::Unit { name } => unit::keep(name),
+    }
+}
+
+pub(crate) use self::kubeadm::ADMIN;
+
+/// A cluster for other commands.
+pub(crate) struct Playground(Vec<Machine>);
+
+impl Playground {
+    /// Returns the existing cluster, or a new one with two workers, which stays.
+    pub(crate) fn find_or_create() -> Result<Self> {
+        let all = Machine::all();
+        Ok(Self(if all.is_empty() { up(1, 2)? } else { all }))
+    }
+
+    fn first(&self) -> Result<&Machine> {
+        self.0.first().context("the cluster has no machine")
+    }
+
+    /// Imports an archive of images on every machine.
+    pub(crate) fn import(&self, archive: &Path) -> Result<()> {
+        let archive = archive.canonicalize().with_context(|| format!("cannot find {}", archive.display()))?;
+        let archive = archive.display().to_string();
+        let words = ["ctr", "--namespace", "k8s.io", "images", "import", &archive];
+        self.0.iter().try_for_each(|machine| machine.run(&words).map(drop))
+    }
+
+    /// Returns the API server's version, `v1.36.2`.
+    pub(crate) fn version(&self) -> Result<String> {
+        let answer = kubeadm::kubectl(self.first()?, &["get", "--raw", "/version"])?;
+        let answer: serde_json::Value = serde_json::from_str(&answer).context("the server's version")?;
+        Ok(answer["gitVersion"].as_str().unwrap_or_default().to_owned())
+    }
+
+    /// Returns the table of the Nodes.
+    pub(crate) fn nodes(&self) -> Result<String> {
+        kubeadm::kubectl(self.first()?, &["get", "nodes", "-o", "wide"])
+    }
+
+    /// Returns a command on the first machine.
+    pub(crate) fn command(&self, words: &[String]) -> Result<std::process::Command> {
+        self.first()?.command(words)
     }
 }
 
@@ -150,7 +228,7 @@ fn beelet() -> Result<PathBuf> {
 }
 
 /// Creates the machines and the cluster. Returns the machines, the control plane's first.
-fn up(workers: u8) -> Result<Vec<Machine>> {
+fn up(controls: u8, workers: u8) -> Result<Vec<Machine>> {
     if !Machine::all().is_empty() {
         bail!("there is a cluster; `cargo xtask cluster down` removes it");
     }
@@ -160,11 +238,13 @@ fn up(workers: u8) -> Result<Vec<Machine>> {
     let step = Step::start(format!("make the images of Kubernetes {version}"));
     let images = images::build(&programs, &version)?;
     step.done("");
-    let machines: Vec<Machine> = (0..=workers).map(Machine::new).collect();
+    let controls: Vec<Machine> = (0..controls).map(Machine::control).collect();
+    let mut machines = controls.clone();
+    machines.extend((1..=workers).map(Machine::worker));
     for machine in &machines {
         let step = Step::start(format!("start the machine {}", machine.name));
-        machine.create(&programs, &agent, &images.pause)?;
-        if machine.name == "cp" {
+        machine.create(&programs, &agent, &images.pause, &controls)?;
+        if machine.is_control() {
             images::import(machine, &images.control_plane)?;
         }
         images::import(machine, &images.every)?;
@@ -176,7 +256,7 @@ fn up(workers: u8) -> Result<Vec<Machine>> {
     step.done("");
     for machine in rest {
         let step = Step::start(format!("kubeadm join of {}", machine.name));
-        kubeadm::join(machine, first)?;
+        kubeadm::join(machine)?;
         step.done("");
     }
     let step = Step::start("the nodes become ready");
@@ -190,7 +270,8 @@ fn up(workers: u8) -> Result<Vec<Machine>> {
 fn down() -> Result<()> {
     for machine in Machine::all() {
         let step = Step::start(format!("remove the machine {}", machine.name));
-        machine.remove()?;
+        network::slow(&machine, None)?;
+        power::remove(&machine)?;
         step.done("");
     }
     machine::remove_switch()
@@ -198,8 +279,8 @@ fn down() -> Result<()> {
 
 /// Cuts the power of machines and starts them again.
 fn reboot(machines: &[Machine]) -> Result<()> {
-    machines.iter().try_for_each(Machine::power_off)?;
-    machines.iter().try_for_each(Machine::power_on)
+    machines.iter().try_for_each(power::off)?;
+    machines.iter().try_for_each(power::on)
 }
 
 fn status() -> Result<()> {

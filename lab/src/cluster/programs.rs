@@ -23,8 +23,8 @@ pub(super) struct Programs {
 }
 
 /// Programs of the machine that kubeadm and the network need.
-const MACHINE: [&str; 9] =
-    ["nsenter", "unshare", "ip", "iptables", "conntrack", "runc", "mount", "sysctl", "hostname"];
+const MACHINE: [&str; 10] =
+    ["nsenter", "unshare", "ip", "iptables", "conntrack", "runc", "mount", "mkfs.ext4", "sysctl", "hostname"];
 
 impl Programs {
     /// Finds the programs.

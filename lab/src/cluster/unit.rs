@@ -99,7 +99,9 @@ fn stop(unit: &str) -> Result<()> {
     if let Some(keeper) = process(unit, "keeper") {
         let _ = kill_process(keeper, Signal::KILL);
     }
-    Ok(())
+    // A start that follows at once must not take the killed keeper for a running one.
+    let gone = || if process(unit, "keeper").is_none() { Ok(()) } else { Err("the keeper still runs") };
+    workdir::wait_regardless("the unit's keeper to end", STOP, gone)
 }
 
 /// Keeps a unit running while it is wanted, in the machine's cgroup.

@@ -8,6 +8,7 @@
 mod junit;
 mod ledger;
 mod page;
+mod submission;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,19 +26,27 @@ Environment:
   E2E_TEST       binary of the cluster suite, e2e.test
   E2E_NODE_TEST  binary of the node suite, e2e_node.test
   GINKGO         ginkgo command, needed to run tests in parallel (--procs)
-  KUBECONFIG     kubeconfig of the cluster for the cluster suite
+  KUBECONFIG     kubeconfig of the cluster for the cluster suite, without --cluster
+  E2E_IMAGES     with --cluster: OCI archive of the suite's images, which the machines import
+  and, with --cluster, the programs that `cargo xtask cluster --help` lists
 
 Examples:
+  E2E_TEST=./e2e.test cargo xtask conformance --cluster   # all of Kubernetes' conformance tests
   KUBECONFIG=admin.conf E2E_TEST=./e2e.test cargo xtask conformance '\\[NodeConformance\\]'
   E2E_NODE_TEST=./e2e_node.test cargo xtask conformance --suite node 'Containers Lifecycle'
   cargo xtask conformance --results run/junit.xml   # results of a run elsewhere")]
 pub(crate) struct Args {
-    /// Tests to run, as a regular expression on their names
-    #[arg(default_value = r"\[NodeConformance\]|\[sig-node\].*\[Conformance\]")]
-    focus: String,
-    /// Tests to skip, as a regular expression on their names
-    #[arg(long, default_value = r"\[Flaky\]|\[LinuxOnly:false\]|\[Feature:")]
-    skip: String,
+    /// Tests to run, as a regular expression on their names [default: those of a node; with --cluster, all
+    /// conformance tests]
+    focus: Option<String>,
+    /// Tests to skip, as a regular expression on their names [default: flaky tests and features; with
+    /// --cluster, none]
+    #[arg(long)]
+    skip: Option<String>,
+    /// Run the cluster suite on a cluster of several nodes, which `cargo xtask cluster` builds unless there is
+    /// one, and write the files of a submission to the CNCF
+    #[arg(long, conflicts_with_all = ["suite", "results"])]
+    cluster: bool,
     /// Suite to run
     #[arg(long, value_enum, default_value_t = Suite::Cluster)]
     suite: Suite,
@@ -80,8 +89,27 @@ impl Suite {
     }
 }
 
+impl Args {
+    fn focus(&self) -> &str {
+        let default = if self.cluster {
+            r"\[Conformance\]"
+        } else {
+            r"\[NodeConformance\]|\[sig-node\].*\[Conformance\]"
+        };
+        self.focus.as_deref().unwrap_or(default)
+    }
+
+    fn skip(&self) -> &str {
+        let default = if self.cluster { "" } else { r"\[Flaky\]|\[LinuxOnly:false\]|\[Feature:" };
+        self.skip.as_deref().unwrap_or(default)
+    }
+}
+
 /// Runs `cargo xtask conformance`.
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.cluster {
+        return submission::run(args);
+    }
     let results = if args.results.is_empty() { vec![run_suite(args)?] } else { args.results.clone() };
     let mut rows = Vec::new();
     for file in &results {
@@ -89,7 +117,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         rows.extend(junit::read(&text).with_context(|| format!("cannot read {}", file.display()))?);
     }
     if rows.is_empty() {
-        bail!("no test ran; does the focus match any? `{}`", args.focus);
+        bail!("no test ran; does the focus match any? `{}`", args.focus());
     }
     keep(args.suite, rows)
 }
@@ -121,13 +149,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 
 /// Runs the suite; returns its JUnit file.
 fn run_suite(args: &Args) -> Result<PathBuf> {
-    let variable = args.suite.variable();
-    let Some(binary) = std::env::var_os(variable).map(PathBuf::from) else {
-        bail!(
-            "{variable} must name the suite's binary, built from Kubernetes' sources (docs/conformance.md)"
-        );
-    };
-    let binary = binary.canonicalize().with_context(|| format!("{variable}: {}", binary.display()))?;
+    let binary = named(args.suite.variable())?;
     let folder = workdir::target_dir().join("conformance").join(args.suite.name());
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let junit = folder.join("junit.xml");
@@ -135,7 +157,7 @@ fn run_suite(args: &Args) -> Result<PathBuf> {
     if junit.exists() {
         std::fs::remove_file(&junit).with_context(|| format!("cannot remove {}", junit.display()))?;
     }
-    let step = Step::start(format!("{} against {}", binary.display(), args.focus));
+    let step = Step::start(format!("{} against {}", binary.display(), args.focus()));
     let ended = command(args, &binary, &folder)?.current_dir(&folder).status();
     let ended = ended.context("cannot start the suite")?;
     step.done(&ended.to_string());
@@ -143,6 +165,16 @@ fn run_suite(args: &Args) -> Result<PathBuf> {
         bail!("the suite ended with {ended} and left no results: see its output above");
     }
     Ok(junit)
+}
+
+/// Returns the suite's binary, which a variable names.
+fn named(variable: &str) -> Result<PathBuf> {
+    let Some(binary) = std::env::var_os(variable).map(PathBuf::from) else {
+        bail!(
+            "{variable} must name the suite's binary, built from Kubernetes' sources (docs/conformance.md)"
+        );
+    };
+    binary.canonicalize().with_context(|| format!("{variable}: {}", binary.display()))
 }
 
 /// Returns the suite's command line; through ginkgo if it is given.
@@ -156,7 +188,7 @@ fn command(args: &Args, binary: &Path, folder: &Path) -> Result<Command> {
         None => format!("--ginkgo.{name}={value}"),
     };
     let mut command = Command::new(ginkgo.as_deref().unwrap_or(binary.as_os_str()));
-    command.arg(flag("focus", &args.focus)).arg(flag("skip", &args.skip));
+    command.arg(flag("focus", args.focus())).arg(flag("skip", args.skip()));
     command.arg(flag("timeout", &format!("{}m", args.minutes)));
     command.arg(if ginkgo.is_some() { "--no-color" } else { "--ginkgo.no-color" });
     if ginkgo.is_some() {
