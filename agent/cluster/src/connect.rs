@@ -40,7 +40,7 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), kubeconfig:
             Way::UseRegardless(Lifetime { from, until }) => {
                 warn!(
                     "the client certificate of {} is valid from {from} to {until}, and this machine's clock says {now}: \
-                     using it all the same, since there is no {} for a new one; set the clock, or, if the clock is \
+                     using it all the same, since {} does not exist; set the clock, or, if the clock is \
                      right, join the node to the cluster again",
                     options.kubeconfig.display(),
                     bootstrap.display()

@@ -1,7 +1,7 @@
 //! Failures of nodes as controllers see them: `cargo xtask cluster test failures`.
 //!
-//! The pod of a StatefulSet writes its UID ten times a second to a file that all machines share. Two pods of
-//! one name that ran at the same time would have interleaved lines.
+//! The pod of a StatefulSet writes its UID every 100 ms to a file that all machines share. Two pods of one
+//! name that ran at the same time would have interleaved lines.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -94,7 +94,7 @@ fn cut_off(life: &mut Life) -> Result<()> {
     }
     let turns = in_turn(&beats())?;
     ensure!(turns == [uid], "pods that ran: {turns:?}");
-    life.note("the pod runs on, Terminating in the API");
+    life.add_note("the pod runs on, Terminating in the API");
     Ok(())
 }
 
@@ -108,7 +108,7 @@ fn comes_back(life: &mut Life) -> Result<()> {
     })?;
     life.rolled_out_set()?;
     ensure!(in_turn(&beats())?.len() == 2, "more than one pod followed");
-    life.note("one after the other");
+    life.add_note("the two did not run at the same time");
     Ok(())
 }
 
@@ -133,7 +133,7 @@ fn out_of_service(life: &mut Life) -> Result<()> {
     kubectl(&first, &["taint", "node", "w2", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"])?;
     let next = runs_on(&first, life.machine(1)?)?;
     ensure!(next != uid, "the pod is the same");
-    life.note(&format!("{:.1} s after the taint", began.elapsed().as_secs_f64()));
+    life.add_note(&format!("{:.1} s after the taint", began.elapsed().as_secs_f64()));
     in_turn(&beats()).map(drop)
 }
 
@@ -159,7 +159,7 @@ fn by_force(life: &mut Life) -> Result<()> {
     let next = runs_on(&first, life.machine(1)?)?;
     ensure!(next != uid, "the pod is the same");
     ensure!(in_turn(&beats()).is_err(), "the cut-off pod should still run, as force deletion warns");
-    life.note("both run, as with any kubelet");
+    life.add_note("both run, as with any kubelet");
     Ok(())
 }
 
@@ -174,7 +174,7 @@ fn forgotten(life: &mut Life) -> Result<()> {
         let is_alone = last.len() == 20 && last.iter().all(|one| *one == uid);
         if is_alone { Ok(()) } else { Err("both pods write".to_owned()) }
     })?;
-    life.note(&format!("{:.1} s after the network was there", began.elapsed().as_secs_f64()));
+    life.add_note(&format!("{:.1} s after the network was there", began.elapsed().as_secs_f64()));
     until_ready(&first, std::slice::from_ref(&second), "True")?;
     kubectl(&first, &["delete", "statefulset", "db"]).map(drop)
 }
@@ -183,8 +183,10 @@ fn forgotten(life: &mut Life) -> Result<()> {
 fn condition(first: &Machine, node: &str, kind: &str) -> Result<(String, String)> {
     let node = get(first, &["node", node])?;
     let all = node["status"]["conditions"].as_array().into_iter().flatten();
-    let found =
-        all.filter(|one| one["type"] == kind).next_back().context("the Node has no such condition")?;
+    let found = all
+        .filter(|one| one["type"] == kind)
+        .next_back()
+        .with_context(|| format!("the Node has no condition {kind}"))?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     Ok((text(&found["status"]), text(&found["message"])))
 }
@@ -203,7 +205,7 @@ fn full_disk(life: &mut Life) -> Result<()> {
     let began = Instant::now();
     disk::fill(worker.dir(), FULL)?;
     until_condition(&first, "w1", "DiskPressure", "True")?;
-    life.note(&format!("DiskPressure after {:.0} s", began.elapsed().as_secs_f64()));
+    life.add_note(&format!("DiskPressure after {:.0} s", began.elapsed().as_secs_f64()));
     // The pods of this test use little room, so the agent evicts one after the other until there is some.
     workdir::wait_for("a replica to be evicted and replaced", PATIENCE, || {
         let pods = life.pods().map_err(|error| error.to_string())?;
@@ -218,7 +220,7 @@ fn full_disk(life: &mut Life) -> Result<()> {
     let (programs, began) = (programs::Programs::find()?, Instant::now());
     images::import(&worker, &images::build(&programs, &programs.version()?)?.every)?;
     until_condition(&first, "w1", "DiskPressure", "False")?;
-    life.note(&format!("ended {:.0} s after there was room", began.elapsed().as_secs_f64()));
+    life.add_note(&format!("ended {:.0} s after there was room", began.elapsed().as_secs_f64()));
     kubectl(&first, &["delete", "pods", "-l", "app=web", "--field-selector", "status.phase=Failed"])?;
     life.rolled_out()
 }
@@ -234,7 +236,7 @@ fn wrong_clock(life: &mut Life, offset: &str) -> Result<()> {
     let (status, _) = condition(&first, "w1", "Ready")?;
     let asked = requests()?.saturating_sub(before);
     ensure!(asked <= 5, "the agent has asked for {asked} certificates within a minute");
-    life.note(&format!("Ready={status} after 60 s, {asked} CSRs"));
+    life.add_note(&format!("Ready={status} after 60 s, {asked} CSRs"));
     let log = worker.run(&[
         "sh",
         "-c",
@@ -243,7 +245,7 @@ fn wrong_clock(life: &mut Life, offset: &str) -> Result<()> {
     if let Ok(line) = log
         && !line.is_empty()
     {
-        life.note(line.split_once(' ').map_or(line.as_str(), |(_, rest)| rest).trim());
+        life.add_note(line.split_once(' ').map_or(line.as_str(), |(_, rest)| rest).trim());
     }
     clock::set(&worker, None)?;
     until_ready(&first, std::slice::from_ref(&worker), "True")?;
@@ -263,7 +265,7 @@ fn slow_link(life: &mut Life) -> Result<()> {
     let words = ["curl", "-sk", "-m", "20", "-o", "/dev/null", "-w", "%{time_connect}", &place];
     let took = first.run(&words)?;
     ensure!(took.parse().is_ok_and(|took: f64| took >= 0.1), "a connection to w2 took {took} s");
-    life.note(&format!("a connection takes {took} s"));
+    life.add_note(&format!("a connection takes {took} s"));
     kubectl(&first, &["rollout", "restart", "deployment/web"])?;
     life.rolled_out()?;
     life.reachable()?;

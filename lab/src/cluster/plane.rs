@@ -83,7 +83,7 @@ fn lose_first(life: &mut Life) -> Result<()> {
         ensure!(found == "True", "{} is Ready={found}", worker.name);
         std::thread::sleep(Duration::from_secs(5));
     }
-    life.note(&format!("{} stayed Ready for {} s", worker.name, WITHOUT.as_secs()));
+    life.add_note(&format!("{} stayed Ready for {} s", worker.name, WITHOUT.as_secs()));
     Ok(())
 }
 
@@ -121,7 +121,7 @@ fn lose_data(life: &mut Life) -> Result<()> {
         if waits == "CrashLoopBackOff" { Ok(restarts) } else { Err(format!("{status}")) }
     };
     workdir::wait_for("the mirror of etcd to show the back-off", PATIENCE, fails)?;
-    life.note("the mirror of etcd-cp3 is in CrashLoopBackOff");
+    life.add_note("the mirror of etcd-cp3 is in CrashLoopBackOff");
     kubectl(&first, &["rollout", "restart", "deployment/web"])?;
     life.rolled_out()
 }
@@ -133,7 +133,7 @@ fn rejoin(life: &mut Life) -> Result<()> {
     // kubeadm removes the member, unless its own etcd does not answer.
     if let Some((id, _)) = listed(&first)?.into_iter().find(|(_, name)| *name == third.name) {
         etcd(&first, "/v3/cluster/member/remove", &format!("{{\"ID\":\"{id}\"}}"))?;
-        life.note("kubeadm reset left the etcd member; removed by etcd's API");
+        life.add_note("kubeadm reset left the etcd member; removed by etcd's API");
     }
     kubeadm::join(&third)?;
     back(life)

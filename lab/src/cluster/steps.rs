@@ -62,7 +62,7 @@ impl Life {
     }
 
     /// Adds a measurement to the row of the current step.
-    pub(super) fn note(&mut self, text: &str) {
+    pub(super) fn add_note(&mut self, text: &str) {
         if !self.note.is_empty() {
             self.note.push_str("; ");
         }

@@ -43,8 +43,8 @@ pub(crate) struct Args {
     /// --cluster, none]
     #[arg(long)]
     skip: Option<String>,
-    /// Run the cluster suite on a cluster of several nodes, which `cargo xtask cluster` builds unless there is
-    /// one, and write the files of a submission to the CNCF
+    /// Run the cluster suite on a cluster of several nodes, which `cargo xtask cluster` builds unless there
+    /// is one, and write the files of a submission to the CNCF
     #[arg(long, conflicts_with_all = ["suite", "results"])]
     cluster: bool,
     /// Suite to run

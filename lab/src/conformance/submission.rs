@@ -1,5 +1,5 @@
-//! `cargo xtask conformance --cluster`: the conformance tests on a cluster of several nodes, with the files that
-//! a submission to the CNCF consists of (github.com/cncf/k8s-conformance, instructions.md): `e2e.log`,
+//! `cargo xtask conformance --cluster`: the conformance tests on a cluster of several nodes, with the files
+//! of a submission to the CNCF (github.com/cncf/k8s-conformance, instructions.md): `e2e.log`,
 //! `junit_01.xml`, `PRODUCT.yaml`, `README.md`.
 
 use std::fs::File;

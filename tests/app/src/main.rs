@@ -1,6 +1,7 @@
 //! Program in the test pods. Linked statically, so that it runs in an image without other files.
 //!
-//! - `testapp pause` waits until it is stopped: the program of the sandbox image. `pause -v` prints a version.
+//! - `testapp pause` waits until it is stopped: the program of the sandbox image. `pause -v` prints a
+//!   version.
 //! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then
 //!   closes), on the HTTP port (answers every path with the current health), and executes commands on the
 //!   control port: one line each, one line of answer.
