@@ -182,11 +182,9 @@ fn forgotten(life: &mut Life) -> Result<()> {
 /// Returns the status and the reason of a condition of a Node.
 fn condition(first: &Machine, node: &str, kind: &str) -> Result<(String, String)> {
     let node = get(first, &["node", node])?;
-    let all = node["status"]["conditions"].as_array().into_iter().flatten();
-    let found = all
-        .filter(|one| one["type"] == kind)
-        .next_back()
-        .with_context(|| format!("the Node has no condition {kind}"))?;
+    let mut all = node["status"]["conditions"].as_array().into_iter().flatten();
+    let found = all.find(|one| one["type"] == kind);
+    let found = found.with_context(|| format!("the Node has no condition {kind}"))?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     Ok((text(&found["status"]), text(&found["message"])))
 }
