@@ -69,7 +69,12 @@ impl Cluster {
             statuses: handles.services.metrics.cluster.statuses,
             mirrors: handles.services.metrics.cluster.mirrors,
             state: handles.services.state,
-            autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
+            autonomy: Autonomy {
+                enabled: false,
+                after: std::time::Duration::from_secs(30),
+                key_file: None,
+                stateful_sets: false,
+            },
             presence,
             written: watch::Sender::new(None),
         };
