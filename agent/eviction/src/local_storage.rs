@@ -501,8 +501,14 @@ fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
                 .as_ref()
                 .is_some_and(|empty| empty.medium.as_deref().unwrap_or_default().is_empty())
         })
-        .map(|volume| (volume.name.clone(), folder.join(&volume.name)))
+        .map(|volume| (volume.name.clone(), place_of(&folder, &volume.name)))
         .collect()
+}
+
+/// Returns the folder of an emptyDir volume: the kubelet's, if a kubelet has set it up first.
+fn place_of(volumes: &Path, name: &str) -> PathBuf {
+    let (own, of_kubelet) = (volumes.join(name), volumes.join("kubernetes.io~empty-dir").join(name));
+    if !own.exists() && of_kubelet.is_dir() { of_kubelet } else { own }
 }
 
 fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {

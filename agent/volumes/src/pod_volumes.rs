@@ -50,8 +50,22 @@ impl PodVolumes {
         Self { folder: pods_dir.join(uid), volumes, plugins: plugins.clone(), fs_group }
     }
 
+    /// Returns a volume's own path. A volume that a kubelet has set up first stays in the kubelet's place, which
+    /// the pod's containers have mounted.
     pub(crate) fn path(&self, volume: &str) -> PathBuf {
-        self.folder.join(VOLUMES).join(volume)
+        let own = self.folder.join(VOLUMES).join(volume);
+        if own.symlink_metadata().is_ok() {
+            return own;
+        }
+        self.of_kubelet(volume).unwrap_or(own)
+    }
+
+    /// Returns the kubelet's place of a volume at its own path, if the place exists.
+    fn of_kubelet(&self, name: &str) -> Option<PathBuf> {
+        let volume = self.volumes.iter().find(|volume| volume.name == name)?;
+        let (plugin_name, plugin) = self.plugins.of(&Spec::of(volume));
+        let is_own = plugin.location(volume) == Location::Own;
+        kubelets_place(&self.folder, plugin_name, name).filter(|_| is_own)
     }
 
     /// Returns the plugin of a volume whose claim was not read.
@@ -204,6 +218,13 @@ impl PodVolumes {
     pub fn tear_down(&self) -> Result<(), Error> {
         unmount(self, || Ok(remove_folder(&self.folder)?))
     }
+}
+
+/// Returns the folder in which a kubelet has set up a volume of this plugin, if it exists, in the `folder` of
+/// the pod (`GetPodVolumeDir`).
+fn kubelets_place(folder: &Path, plugin_name: &str, volume: &str) -> Option<PathBuf> {
+    let place = folder.join(VOLUMES).join(plugin_name.replace('/', "~")).join(volume);
+    place.symlink_metadata().is_ok_and(|found| found.is_dir()).then_some(place)
 }
 
 fn target<'a>(volumes: &'a PodVolumes, path: &'a Path, sources: &'a Sources<'a>) -> Target<'a> {

@@ -54,6 +54,32 @@ fn tearing_down_does_not_follow_symbolic_links() {
 }
 
 #[test]
+fn a_volume_that_a_kubelet_has_set_up_stays_in_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({"containers": [], "volumes": [
+        {"name": "scratch", "emptyDir": {}}, {"name": "about", "downwardAPI": {"items": []}},
+        {"name": "new", "emptyDir": {}},
+    ]}));
+    let volumes = dir.path().join("u1/volumes");
+    let of_kubelet = volumes.join("kubernetes.io~empty-dir/scratch");
+    fs::create_dir_all(&of_kubelet).unwrap();
+    fs::create_dir_all(volumes.join("kubernetes.io~downward-api/about")).unwrap();
+    fs::write(of_kubelet.join("file"), "kept").unwrap();
+    let (made, done) = set_up(&pod, dir.path());
+    done.unwrap();
+    assert_eq!(made.path("scratch"), of_kubelet);
+    assert_eq!(made.path("about"), volumes.join("kubernetes.io~downward-api/about"));
+    assert_eq!(made.path("new"), volumes.join("new"));
+    assert_eq!(made.read("scratch", Path::new("file")).unwrap(), b"kept");
+    assert!(!volumes.join("scratch").exists());
+    // A kubelet that runs in between makes a second place, which stays unused.
+    fs::create_dir_all(volumes.join("kubernetes.io~empty-dir/new")).unwrap();
+    assert_eq!(made.path("new"), volumes.join("new"));
+    made.tear_down().unwrap();
+    assert!(!dir.path().join("u1").exists());
+}
+
+#[test]
 fn a_missing_object_fails_only_mounted_volumes() {
     let dir = tempfile::tempdir().unwrap();
     let volumes = json!([
