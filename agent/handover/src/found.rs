@@ -25,7 +25,7 @@ pub async fn read(runtime: &Runtime) -> Result<BTreeMap<String, Found>, Error> {
 }
 
 /// Reads all pods of the runtime, by UID, with the exit codes of the ended containers of each pod in which a
-/// container ended that ran `before`.
+/// container ended that ran `before`, or whose sandbox was stopped.
 ///
 /// # Errors
 /// The runtime does not list its objects, or has no status of a container.
@@ -36,10 +36,12 @@ pub async fn read_after(
     let lists = tokio::try_join!(runtime.sandboxes.list(None), runtime.containers.list(None));
     let (sandboxes, containers) = lists?;
     let mut pods = group(&sandboxes, &containers);
+    let is_ready = |pod: &Found| pod.sandboxes.iter().any(|one| one.ready);
     let has_ended = |(uid, before): &(&String, &Found)| {
-        let now = pods.get(*uid);
+        let Some(now) = pods.get(*uid) else { return false };
         let mut ran = before.containers.iter().filter(|one| one.running);
-        now.is_some_and(|now| ran.any(|one| !now.runs_on(one)))
+        // A container of a pod that has just started may begin and end in between.
+        ran.any(|one| !now.runs_on(one)) || is_ready(before) && !is_ready(now)
     };
     let changed: BTreeSet<String> = before.iter().filter(has_ended).map(|(uid, _)| uid.clone()).collect();
     for container in containers.iter().filter(|one| one.state() == cri::ContainerState::ContainerExited) {
