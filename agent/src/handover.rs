@@ -73,7 +73,8 @@ async fn perform(args: &HandoverArgs, config: &Config) -> Result<bool> {
     }
     let found = survey.kept(&outcomes);
     let pods = survey.definitions(&found);
-    Turn { args, config, runtime: &runtime, found, pods }.perform(next).await?;
+    let interrupted = turn::on_signals()?;
+    Turn { args, config, runtime: &runtime, found, pods, interrupted }.perform(next).await?;
     Ok(true)
 }
 

@@ -17,6 +17,8 @@ use beelet_cri::Runtime;
 use beelet_handover::found;
 use beelet_policy::handover::{Found, loss};
 use k8s_openapi::api::core::v1::Pod;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 
 use super::{
     args::{Agent, HandoverArgs, of_kubelet},
@@ -43,6 +45,31 @@ pub(super) struct Turn<'a> {
     pub(super) found: BTreeMap<String, Found>,
     /// The definitions of these pods, by UID.
     pub(super) pods: BTreeMap<String, Pod>,
+    /// Set once a person interrupts the command.
+    pub(super) interrupted: CancellationToken,
+}
+
+/// Keeps the command alive between the stop and the start of an agent: the end of the terminal's session
+/// (SIGHUP) changes nothing, and an interruption puts the old agent back.
+///
+/// # Errors
+/// The signals cannot be handled.
+pub(super) fn on_signals() -> Result<CancellationToken> {
+    let mut hangup = signal(SignalKind::hangup()).context("cannot handle SIGHUP")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
+    let mut terminate = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
+    let interrupted = CancellationToken::new();
+    let token = interrupted.clone();
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = hangup.recv() => {}
+                _ = interrupt.recv() => token.cancel(),
+                _ = terminate.recv() => token.cancel(),
+            }
+        }
+    });
+    Ok(interrupted)
 }
 
 impl Turn<'_> {
@@ -61,14 +88,18 @@ impl Turn<'_> {
             }
             Err(error) => Err(error),
         };
-        let Err(error) = changed else {
-            say(&format!(
-                "{} accounts for {} pods, none of which restarted ({:.1} s)",
-                next.name(),
-                self.found.len(),
-                began.elapsed().as_secs_f64()
-            ));
-            return Ok(());
+        let error = match changed {
+            Ok(watched) => {
+                say(&format!(
+                    "{} accounts for {} pods, none of which restarted ({:.1} s; at most {:.1} s without an agent)",
+                    next.name(),
+                    self.found.len(),
+                    began.elapsed().as_secs_f64(),
+                    watched.duration_since(began).as_secs_f64(),
+                ));
+                return Ok(());
+            }
+            Err(error) => error,
         };
         let _ = writeln!(io::stderr(), "{error:#}; putting {} back", old.name());
         if let Err(failure) = self.restore(old).await {
@@ -107,10 +138,14 @@ impl Turn<'_> {
     }
 
     /// Starts the next agent, and watches until it accounts for every pod and none has restarted for a while.
-    async fn start(&self, agent: Agent) -> Result<()> {
+    /// Returns the time from which on it accounted for every pod.
+    async fn start(&self, agent: Agent) -> Result<Instant> {
         self.control(agent, "start").await?;
         let (began, mut settled) = (Instant::now(), None::<Instant>);
         loop {
+            if self.interrupted.is_cancelled() {
+                bail!("the command was interrupted");
+            }
             // The runtime may restart in between.
             let missing = match found::read_after(self.runtime, &self.found).await {
                 Ok(now) => {
@@ -120,10 +155,12 @@ impl Turn<'_> {
                 Err(error) => Some(error.to_string()),
             };
             match missing {
-                None if settled.get_or_insert_with(Instant::now).elapsed() >= self.args.settle => {
-                    return Ok(());
+                None => {
+                    let watched = *settled.get_or_insert_with(Instant::now);
+                    if watched.elapsed() >= self.args.settle {
+                        return Ok(watched);
+                    }
                 }
-                None => {}
                 Some(missing) if began.elapsed() > self.args.timeout => {
                     bail!("{missing} after {} s", self.args.timeout.as_secs());
                 }
