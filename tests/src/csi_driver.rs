@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    fs,
+    fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::JoinHandle,
@@ -22,10 +22,14 @@ use beelet_proto::{
         registration_server::{Registration, RegistrationServer},
     },
 };
+use beelet_serve::authority::AnyAuthority;
 use rustix::mount::{UnmountFlags, mount_bind, unmount};
 use serde_json::{Value, json};
-use tokio::{net::UnixListener, sync::oneshot};
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio::{
+    net::{UnixListener, UnixStream},
+    sync::oneshot,
+};
+use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
 use tonic::{Code, Request, Response, Status};
 
 /// Properties of a driver.
@@ -126,10 +130,10 @@ impl CsiDriver {
                 let _ = ready.send(());
                 let node = tonic::transport::Server::builder()
                     .add_service(NodeServer::new(Service(Arc::clone(&serving))))
-                    .serve_with_incoming(UnixListenerStream::new(socket));
+                    .serve_with_incoming(connections(socket));
                 let registration = tonic::transport::Server::builder()
                     .add_service(RegistrationServer::new(Service(serving)))
-                    .serve_with_incoming(UnixListenerStream::new(registry));
+                    .serve_with_incoming(connections(registry));
                 tokio::select! {
                     _ = stopped => {}
                     _ = node => {}
@@ -224,6 +228,11 @@ impl Service {
             Some(Fault::Hang) => std::future::pending().await,
         }
     }
+}
+
+/// Returns the connections of a socket. Kubelets send its path as `:authority`.
+fn connections(listener: UnixListener) -> impl Stream<Item = io::Result<AnyAuthority<UnixStream, ()>>> {
+    UnixListenerStream::new(listener).map(|accepted| accepted.map(|stream| AnyAuthority::new(stream, ())))
 }
 
 fn failed(error: impl std::fmt::Display) -> Status {

@@ -248,7 +248,7 @@ pub struct AnyAuthority<S, T = ()> {
 
 impl<S, T> AnyAuthority<S, T> {
     /// Wraps a connection from which no bytes were read yet.
-    pub(crate) fn new(stream: S, held: T) -> Self {
+    pub fn new(stream: S, held: T) -> Self {
         Self { stream, rewriter: Rewriter::default(), ready: (Vec::new(), 0), _held: held }
     }
 }
