@@ -1,13 +1,20 @@
 //! Standalone kubelet on a private containerd, as a peer for tests and benches. `KUBELET` must name one.
 
 use crate::containerd::{Containerd, write_pid};
-use crate::guards::Process;
+use crate::guards::{self, Process};
 use crate::requires::{Missing, missing};
 use crate::workdir;
 use anyhow::{Context as _, Result};
+use rustix::mount::{MountPropagationFlags, mount_bind, mount_change};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+/// Makes its first argument /var/lib/kubelet in a mount namespace, and executes the others. Kubelets have
+/// only this path for the sockets of device plugins.
+const NAMESPACE: &str = "mkdir -p /var/lib/kubelet \
+    && mount --make-private \"$(findmnt --noheadings --output TARGET --target /var/lib/kubelet)\" \
+    && mount --bind \"$0\" /var/lib/kubelet && exec \"$@\"";
 
 /// Name of the kubelet's node.
 pub const NODE: &str = "observed";
@@ -36,13 +43,14 @@ pub struct Member {
 #[derive(Debug)]
 pub struct Kubelet {
     process: Process,
+    words: Vec<String>,
     manifests: PathBuf,
     log: PathBuf,
 }
 
 impl Kubelet {
-    /// Starts a kubelet with a folder of static pods, without an API server, in its own mount namespace,
-    /// where /var/lib/kubelet is empty.
+    /// Starts a kubelet with a folder of static pods, without an API server. In its own mount namespace,
+    /// /var/lib/kubelet is its root folder `kubelet/root` of the instance, whose mounts the runtime sees too.
     ///
     /// # Errors
     /// The kubelet cannot be started.
@@ -90,30 +98,38 @@ impl Kubelet {
             config["failCgroupV1"] = false.into();
         }
         workdir::write(&dir.join("config.yaml"), config.to_string())?;
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c"]);
-        command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
-        command.arg("sh").arg(binary).arg("--config").arg(dir.join("config.yaml"));
-        command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
-        command.arg(format!("--root-dir={}", dir.join("root").display()));
-        command.arg(format!("--hostname-override={NODE}"));
-        if let Some(member) = member {
-            command.arg(format!("--kubeconfig={}", member.kubeconfig.display()));
-        }
+        let root_dir = share_root(containerd)?;
+        let path = |path: &Path| path.display().to_string();
+        let mut words: Vec<String> =
+            ["unshare", "--mount", "--propagation", "unchanged", "sh", "-c", NAMESPACE]
+                .map(str::to_owned)
+                .into();
+        words.extend([path(&root_dir), path(binary), "--config".to_owned(), path(&dir.join("config.yaml"))]);
+        words.push(format!("--container-runtime-endpoint={}", containerd.endpoint()));
+        words.push(format!("--root-dir={}", root_dir.display()));
+        words.push(format!("--hostname-override={NODE}"));
+        words.extend(member.map(|member| format!("--kubeconfig={}", member.kubeconfig.display())));
         if minor < 24 {
-            command.arg("--container-runtime=remote");
+            words.push("--container-runtime=remote".to_owned());
         }
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
         let output = std::fs::File::create(&log)?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         let process = Process(command.spawn().context("cannot start the kubelet")?);
         // A process that ended at once needs no record.
         let _ = write_pid(containerd.dir(), "kubelet", process.0.id());
-        Ok(Kubelet { process, manifests, log })
+        Ok(Kubelet { process, words, manifests, log })
     }
 
     /// Returns the process id: each wrapper executes the next program in its place.
     pub fn pid(&self) -> u32 {
         self.process.0.id()
+    }
+
+    /// Returns the command line that starts this kubelet.
+    pub fn words(&self) -> &[String] {
+        &self.words
     }
 
     /// Returns true if the kubelet has ended by itself.
@@ -153,6 +169,22 @@ impl Kubelet {
     fn manifest(&self, name: &str) -> PathBuf {
         self.manifests.join(format!("{name}.yaml"))
     }
+}
+
+/// Mounts the root folder of a kubelet on itself, so that its mounts reach all mount namespaces. Needed again
+/// after a reboot. Returns the folder.
+///
+/// # Errors
+/// The folder cannot be mounted.
+pub fn share_root(containerd: &Containerd) -> Result<PathBuf> {
+    let dir = containerd.dir().join("kubelet/root");
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+    if !guards::mounts()?.iter().any(|mount| mount.path == dir) {
+        mount_bind(&dir, &dir).with_context(|| format!("cannot mount {}", dir.display()))?;
+        mount_change(&dir, MountPropagationFlags::SHARED)
+            .with_context(|| format!("cannot share {}", dir.display()))?;
+    }
+    Ok(dir)
 }
 
 /// Returns the version that the kubelet prints: `Kubernetes v1.36.2`.
