@@ -62,7 +62,9 @@ impl Scene {
         let host = dir.join("host");
         fs::create_dir(&host).unwrap();
         let has_csi = std::env::var_os("BEELET_HANDOVER_CSI").is_some();
-        let facts = Facts { minor, has_devices: requires::device_plugin().is_ok(), has_csi, host };
+        // The plugin does not register with kubelets that announce the end of this registration.
+        let has_devices = minor > 20 && requires::device_plugin().is_ok();
+        let facts = Facts { minor, has_devices, has_csi, host };
         Scene {
             agents,
             plugin: None,
