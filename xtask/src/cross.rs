@@ -1,11 +1,16 @@
-//! Builds for another target than this machine's: a static binary, or another processor. rustup provides the
-//! target's standard library, which for musl contains a libc to link with. Debian provides the C compiler,
-//! which links the binary and compiles the C code of one dependency (ring).
+//! Builds static binaries, for this machine's processor or another one.
+//!
+//! Rust's standard library is built from its sources, as for the BPF target. Zig contains a C compiler, musl
+//! and a linker for every processor; it compiles the C code of one dependency (ring), and links. A fixed
+//! version of Zig comes from PyPI, so the bytes of a binary do not depend on the distribution.
 
-use crate::{setup, shell};
+use crate::{setup_ebpf, shell, tools};
 use anyhow::{Context as _, Result, bail};
+use beelet_tests_base::workdir;
 use clap::ValueEnum;
-use std::path::Path;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A kind of processor.
@@ -55,66 +60,72 @@ impl Arch {
             Arch::Arm64 => "aarch64-unknown-linux-musl",
         }
     }
-
-    /// Returns the program that removes a binary's symbols, and its Debian package.
-    pub fn strip(self) -> (&'static str, &'static str) {
-        match self {
-            Arch::Amd64 => ("x86_64-linux-gnu-strip", "binutils"),
-            Arch::Arm64 => ("aarch64-linux-gnu-strip", "binutils-aarch64-linux-gnu"),
-        }
-    }
-
-    /// Returns the C compiler for [`Arch::musl`], and its Debian packages. glibc's headers are sufficient for
-    /// arm64: the parts that ring includes are the same in both, and rustc links with its own musl.
-    fn compiler(self) -> (&'static str, &'static str) {
-        match self {
-            Arch::Amd64 => ("musl-gcc", "musl-tools"),
-            Arch::Arm64 => ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"),
-        }
-    }
 }
 
-/// Makes `cargo` build for [`Arch::musl`].
+/// Zig as a C compiler and linker for the target TARGET. rustc adds Rust's intrinsics, which Zig has itself.
+const COMPILER: &str = r#"#!/bin/bash
+set -eu
+arguments=()
+for argument in "$@"; do
+  case $argument in
+    --target=* | */libcompiler_builtins-*.rlib | -Wl,--fix-cortex-a53-843419) ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+exec "$BEELET_ZIG" cc -target TARGET -fno-sanitize=undefined "${arguments[@]}"
+"#;
+
+/// Zig as the maker of archives.
+const ARCHIVER: &str = "#!/bin/sh\nexec \"$BEELET_ZIG\" ar \"$@\"\n";
+
+/// Makes `cargo` build for [`Arch::musl`]; returns the folder of the standard library's sources.
 ///
 /// # Errors
-/// The target's standard library or its C compiler is missing; the message names the command that installs
-/// it.
-pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
+/// The sources of the standard library or Zig are missing and cannot be installed.
+pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<PathBuf> {
     let target = arch.musl();
-    require_standard_library(target)?;
-    let (compiler, package) = arch.compiler();
-    if setup::find(compiler).is_none() {
-        bail!("{compiler} is missing: apt-get install {package}");
+    let (library, is_elsewhere) = setup_ebpf::library()?;
+    let (folder, zig) = (workdir::target_dir().join("zig"), tools::ZIG.ensure()?);
+    let cache = zig.with_file_name("cache");
+    let compiler =
+        script(&folder, target, &COMPILER.replace("TARGET", &format!("{}-linux-musl", arch.machine())))?;
+    cargo
+        .args(["--target", target, "-Z", "build-std=std,panic_unwind"])
+        // Stable cargo builds the standard library only with this variable.
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("BEELET_ZIG", &zig)
+        .env("ZIG_GLOBAL_CACHE_DIR", &cache)
+        .env("ZIG_LOCAL_CACHE_DIR", &cache);
+    if is_elsewhere {
+        cargo.env("__CARGO_TESTS_ONLY_SRC_ROOT", &library);
     }
-    cargo.args(["--target", target]);
-    // cargo and the crate cc expect the target's name in this form.
-    cargo.env(format!("CC_{}", target.replace('-', "_")), compiler);
-    if Arch::here()? != arch {
-        cargo.env(format!("AR_{}", target.replace('-', "_")), format!("{}-linux-gnu-ar", arch.machine()));
-        let linker = format!("CARGO_TARGET_{}_LINKER", target.replace('-', "_").to_uppercase());
-        cargo.env(linker, compiler);
-    }
-    Ok(())
+    // cargo and the crate cc expect the target's name in these forms.
+    let (lower, upper) = (target.replace('-', "_"), target.replace('-', "_").to_uppercase());
+    cargo
+        .env(format!("CC_{lower}"), &compiler)
+        .env(format!("AR_{lower}"), script(&folder, "ar", ARCHIVER)?)
+        .env(format!("CARGO_TARGET_{upper}_LINKER"), &compiler)
+        // musl is Zig's, not one beside the standard library. RUSTFLAGS would take precedence.
+        .env(format!("CARGO_TARGET_{upper}_RUSTFLAGS"), "-C link-self-contained=no")
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    Ok(library)
 }
 
-fn require_standard_library(target: &str) -> Result<()> {
-    let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
-    let listed = rustc.args(["--print", "target-libdir", "--target", target]).output();
-    let dir = listed.context("could not start rustc")?.stdout;
-    if !Path::new(String::from_utf8_lossy(&dir).trim()).is_dir() {
-        bail!("rustc has no standard library for {target}: rustup target add {target}");
-    }
-    Ok(())
+/// Writes a program, and returns its path.
+fn script(folder: &Path, name: &str, text: &str) -> Result<PathBuf> {
+    let path = folder.join(name);
+    workdir::write(&path, text)?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("could not set the mode of {}", path.display()))?;
+    Ok(path)
 }
 
-/// Writes a copy of `binary` without symbols to `copy`.
+/// Writes a copy of `binary`, of any processor, without symbols to `copy`.
 ///
 /// # Errors
-/// The `strip` for this processor is missing or failed.
-pub fn strip(binary: &Path, copy: &Path, arch: Arch) -> Result<()> {
-    let (own, package) = arch.strip();
-    let native = Arch::here().is_ok_and(|here| here == arch);
-    let program = if native { setup::find("strip") } else { setup::find(own) };
-    let program = program.with_context(|| format!("{own} is missing: apt-get install {package}"))?;
-    shell::run(Command::new(program).arg("-o").arg(copy).arg(binary))
+/// rustc's `rust-objcopy` is missing or failed.
+pub fn strip(binary: &Path, copy: &Path) -> Result<()> {
+    let program = setup_ebpf::objcopy()?;
+    shell::run(Command::new(program).arg("--strip-all").arg(binary).arg(copy))
 }

