@@ -1,6 +1,7 @@
 //! `cargo xtask docs`: builds the site from docs/ with mdBook, and checks all links: in the pages, and in the
 //! HTML that mdBook made of them.
 
+mod charts;
 mod html;
 pub(crate) mod links;
 mod page;
@@ -28,12 +29,19 @@ pub(crate) struct Args {
     /// Draw docs/pictures from a run of the demo instead; needs what the demo needs
     #[arg(long, conflicts_with_all = ["check", "repository"])]
     screenshots: bool,
+
+    /// Draw the charts in docs/pictures from the kept results of the benches density and footprint instead
+    #[arg(long, conflicts_with_all = ["check", "repository", "screenshots"])]
+    charts: bool,
 }
 
 /// Runs `cargo xtask docs`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     if args.screenshots {
         return pictures::draw();
+    }
+    if args.charts {
+        return charts::draw();
     }
     let repository = workdir::repository();
     let files = tidy::tracked(&repository)?;
