@@ -22,6 +22,8 @@ const OURS: &str = "#285ab4";
 const THEIRS: &str = "#c83c28";
 const TEXT: &str = "#24292f";
 const BOUND: &str = "#8a929c";
+/// A white edge around a label, over the line of the bound.
+const HALO: &str = " paint-order=\"stroke\" stroke=\"#ffffff\" stroke-width=\"4\"";
 
 /// A row of the benches' JSON.
 #[derive(Debug, Deserialize)]
@@ -118,6 +120,19 @@ fn panel(body: &mut String, left: usize, caption: &str, all: &[Bars], bound: Opt
         let _ = writeln!(body, "<text x=\"{x}\" y=\"{y}\"{rest}>{text}</text>");
     };
     text(body, left + 16, 26, " font-size=\"14\" font-weight=\"bold\"", caption);
+    if let Some(bound) = bound {
+        let x = left + LEFT + length(bound) as usize;
+        let rows: usize = all.iter().map(|bars| 1 + usize::from(bars.theirs.is_some())).sum();
+        let end = CAPTION + rows * BAR + all.len() * GAP;
+        let _ = writeln!(
+            body,
+            "<path d=\"M{x} {}V{end}\" stroke=\"{BOUND}\" stroke-dasharray=\"4 3\"/>",
+            CAPTION - 6
+        );
+        let (middle, words) =
+            (format!(" text-anchor=\"middle\" fill=\"{BOUND}\""), format!("bound {}", number(bound)));
+        text(body, x, end + 14, &middle, &words);
+    }
     let mut y = CAPTION;
     for bars in all {
         let rows = [("beelet", OURS, Some(bars.ours)), ("kubelet", THEIRS, bars.theirs)];
@@ -134,25 +149,10 @@ fn panel(body: &mut String, left: usize, caption: &str, all: &[Bars], bound: Opt
                 BAR - 2
             );
             let x = left + LEFT + wide as usize + 6;
-            text(body, x, y + 13, "", &format!("{} {name}", number(value)));
+            text(body, x, y + 13, HALO, &format!("{} {name}", number(value)));
             y += BAR;
         }
         y += GAP;
-    }
-    if let Some(bound) = bound {
-        let x = left + LEFT + length(bound) as usize;
-        let _ = writeln!(
-            body,
-            "<path d=\"M{x} {}V{y}\" stroke=\"{BOUND}\" stroke-dasharray=\"4 3\"/>",
-            CAPTION - 6
-        );
-        text(
-            body,
-            x,
-            y + 14,
-            &format!(" text-anchor=\"middle\" fill=\"{BOUND}\""),
-            &format!("bound {}", number(bound)),
-        );
     }
     y + 26
 }
@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(all.iter().map(|bars| bars.pods).collect::<Vec<_>>(), [20, 1000]);
         let mut body = String::new();
         panel(&mut body, 0, "CPU", &all, Some(5.0));
-        for width in [LONGEST, LONGEST / 2, LONGEST / 4] {
+        for width in [LONGEST, LONGEST / 2, LONGEST.div_ceil(4)] {
             assert!(body.contains(&format!("width=\"{width}\"")), "{body}");
         }
         assert!(body.contains("1,000 pods") && body.contains("bound 5"), "{body}");
