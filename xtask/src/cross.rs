@@ -126,6 +126,5 @@ fn script(folder: &Path, name: &str, text: &str) -> Result<PathBuf> {
 /// # Errors
 /// rustc's `rust-objcopy` is missing or failed.
 pub fn strip(binary: &Path, copy: &Path) -> Result<()> {
-    let program = setup_ebpf::objcopy()?;
-    shell::run(Command::new(program).arg("--strip-all").arg(binary).arg(copy))
+    shell::run(setup_ebpf::objcopy()?.arg("--strip-all").arg(binary).arg(copy))
 }

@@ -71,17 +71,20 @@ pub fn library() -> Result<(PathBuf, bool)> {
     }
 }
 
-/// Returns LLVM's objcopy, which each toolchain of rustup has.
+/// Returns the command that starts LLVM's objcopy, which each toolchain of rustup has.
 ///
 /// # Errors
 /// This toolchain has none.
-pub fn objcopy() -> Result<PathBuf> {
+pub fn objcopy() -> Result<Command> {
     let rustc = rustc()?;
     let program = rustc.sysroot.join("lib/rustlib").join(&rustc.host).join("bin/rust-objcopy");
     if !program.exists() {
         bail!("{} is missing: build with a toolchain of rustup", program.display());
     }
-    Ok(program)
+    let mut command = Command::new(program);
+    // The program does not find rustc's LLVM by itself.
+    command.env("LD_LIBRARY_PATH", rustc.sysroot.join("lib"));
+    Ok(command)
 }
 
 /// Runs the part of `cargo xtask setup` for BPF builds.
