@@ -43,6 +43,13 @@ pub(super) fn images() -> ArgValueCompleter {
     })
 }
 
+/// Completes the output formats of `beelet get`.
+pub(super) fn formats() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        begin_with(current, ["table", "wide", "json", "yaml", "name", "jsonpath=", "custom-columns="])
+    })
+}
+
 /// Completes a local path, or the name of a pod followed by a colon.
 pub(super) fn places() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {

@@ -87,7 +87,7 @@ impl TopArgs {
             filter: self.filter.clone(),
             expanded: std::collections::HashSet::new(),
             all_expanded: self.expand,
-            whole: self.namespace.is_empty(),
+            whole: self.namespace.is_empty() && self.name.is_none(),
         }
     }
 }

@@ -11,13 +11,17 @@ use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
-use tokio::time::{Instant, interval_at, timeout_at};
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use tokio::time::{Instant, timeout_at};
 
 use super::{get::pod::state, plain, why::Warnings};
 use beelet_client::{Client, Event};
 
-/// Interval between two reports about pods that have not reached the state.
-const REPORT_PERIOD: Duration = Duration::from_secs(3);
+/// Time until the first report about pods that have not reached the state. Each further pause is twice as
+/// long.
+const FIRST_REPORT: Duration = Duration::from_secs(3);
+/// Longest pause between two reports.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// State to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,17 +165,19 @@ pub(crate) async fn wait(
     let mut watch = client.pods.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
-    let (mut ticks, mut reported) =
-        (interval_at(Instant::now() + REPORT_PERIOD, REPORT_PERIOD), BTreeSet::new());
+    let (mut pause, mut reported) = (FIRST_REPORT, BTreeSet::new());
+    let mut next_report = Instant::now().checked_add(pause);
     loop {
         let event = tokio::select! {
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
-            _ = ticks.tick(), if is_synced => {
+            () = until(next_report), if is_synced => {
                 // An agent that does not answer delays neither the next report nor the end of the wait.
-                let latest = Instant::now() + REPORT_PERIOD;
+                let latest = Instant::now() + FIRST_REPORT;
                 let latest = end.map_or(latest, |end| end.min(latest));
                 let _ = timeout_at(latest, waited.report_progress(client, wanted, &mut reported)).await;
+                pause = LONGEST_PAUSE.min(pause.saturating_mul(2));
+                next_report = Instant::now().checked_add(pause);
                 continue;
             }
         };
@@ -265,7 +271,16 @@ fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp
     let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
     let why = warnings.why(&entry.pod, now).or_else(|| being_stopped(entry));
     let text = format!("pod {name}: {}", why.as_deref().unwrap_or(phase));
-    Reason { text, has_cause: why.is_some() }
+    let has_cause = why.is_some() && !(awaits_probes(&entry.pod) && warnings.lack(&entry.pod));
+    Reason { text, has_cause }
+}
+
+/// Returns true if each container that is not ready runs for the first time: its probes have not passed yet.
+fn awaits_probes(pod: &Pod) -> bool {
+    let statuses = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
+    let is_running = |one: &ContainerStatus| one.state.as_ref().is_some_and(|state| state.running.is_some());
+    let is_stopped = pod.metadata.deletion_timestamp.is_some();
+    !is_stopped && statuses.filter(|one| !one.ready).all(|one| one.restart_count == 0 && is_running(one))
 }
 
 /// Returns the state of a pod and its newest event: `ContainerCreating (Pulling image "redis:7")`.
@@ -388,6 +403,35 @@ mod tests {
         let entry = target("").find(&table).unwrap();
         assert_eq!(current_step(entry, &events), "Pending (Pulling image \"x\")");
         assert_eq!(current_step(entry, &[]), "Pending");
+    }
+
+    #[test]
+    fn probes_that_have_not_passed_yet_are_no_cause_until_one_fails_or_the_container_restarts() {
+        let check = |restarts: i32, events: &[proto::Event], expected: bool| {
+            let status = json!({"phase": "Running", "containerStatuses": [{
+                "name": "c", "image": "", "imageID": "", "ready": false, "restartCount": restarts,
+                "state": {"running": {}},
+            }]});
+            let mut table = table(&status);
+            let entry = Arc::make_mut(table.pods.get_mut(&target("").name).unwrap());
+            let probe = json!({"name": "c", "readinessProbe": {"tcpSocket": {"port": 1}}});
+            entry.pod.spec = serde_json::from_value(json!({ "containers": [probe] })).unwrap();
+            let warnings = Warnings::of(events.iter().cloned());
+            let reason = reason(&target(""), &table, &warnings, Timestamp::UNIX_EPOCH);
+            assert!(reason.text.contains("container c: "), "{}", reason.text);
+            assert_eq!(reason.has_cause, expected, "{}", reason.text);
+        };
+        let warning = proto::Event {
+            uid: "1".to_owned(),
+            r#type: "Warning".to_owned(),
+            container: "c".to_owned(),
+            reason: "Unhealthy".to_owned(),
+            message: "Readiness probe failed".to_owned(),
+            ..proto::Event::default()
+        };
+        check(0, &[], false);
+        check(1, &[], true);
+        check(0, &[warning], true);
     }
 
     #[test]

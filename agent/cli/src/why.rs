@@ -32,6 +32,11 @@ impl Warnings {
         }
     }
 
+    /// Returns true if no warning is about this pod.
+    pub(crate) fn lack(&self, pod: &Pod) -> bool {
+        self.of_uid(pod.metadata.uid.as_deref().unwrap_or_default()).is_empty()
+    }
+
     fn of_uid(&self, uid: &str) -> Vec<Warning<'_>> {
         let own = self.0.iter().filter(|event| event.uid == uid);
         own.map(|event| Warning {

@@ -12,7 +12,7 @@ use super::format::Format;
 use super::pod::age;
 use crate::args::AgentArgs;
 use crate::print::print;
-use crate::requested;
+use crate::{complete, requested};
 use beelet_client::Client;
 use beelet_model::table::PodTable;
 use beelet_units::quantity::Quantity;
@@ -24,7 +24,7 @@ const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
 #[derive(Debug, Args)]
 pub(super) struct NodeArgs {
     /// Output format: table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=TITLE:PATH,...
-    #[arg(short, long, value_name = "FORMAT", default_value = "table")]
+    #[arg(short, long, value_name = "FORMAT", default_value = "table", add = complete::formats())]
     output: Format,
     #[command(flatten)]
     agent: AgentArgs,

@@ -30,7 +30,7 @@ pub(super) struct ObjectsArgs {
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<String>,
     /// Output format: table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=TITLE:PATH,...
-    #[arg(short, long, value_name = "FORMAT", default_value = "table")]
+    #[arg(short, long, value_name = "FORMAT", default_value = "table", add = complete::formats())]
     output: Format,
     /// Omit the line of titles.
     #[arg(long)]
