@@ -104,7 +104,7 @@ impl Hierarchies {
 
     /// Returns true if all hierarchies of a `/proc/PID/cgroup` are known.
     fn has_all(&self, lines: &str) -> bool {
-        let mut controllers = lines.lines().filter_map(|line| line.splitn(3, ':').nth(1));
+        let mut controllers = lines.lines().filter_map(|line| line.split(':').nth(1));
         controllers.all(|controllers| self.mount(controllers).is_some())
     }
 }
