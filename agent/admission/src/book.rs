@@ -18,8 +18,8 @@ use super::{Held, patience};
 /// not keep its static pods waiting for ever.
 const LISTING: Duration = Duration::from_secs(60);
 
-/// Longest time for which a new pod waits for the room of a terminating one: grace periods can last years. A pod
-/// that leaves later counts as one that stays.
+/// Longest time for which a new pod waits for the room of a terminating one: grace periods can last years.
+/// A pod that leaves later counts as one that stays.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
 /// Pod that has room.
