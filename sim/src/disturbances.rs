@@ -117,8 +117,8 @@ impl Disturbances {
         self.lock().away
     }
 
-    /// Returns the token of a new connection to the runtime, which is cancelled when the connection breaks, or
-    /// None while the runtime is away.
+    /// Returns the token of a new connection to the runtime, which is cancelled when the connection breaks,
+    /// or None while the runtime is away.
     pub(crate) fn runtime_link(&self) -> Option<CancellationToken> {
         self.lock().runtime.open()
     }

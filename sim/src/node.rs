@@ -29,13 +29,11 @@ use crate::cable::Cable;
 use crate::machine::{CPU, Machine};
 use crate::plan::{Action, Plan, Scenario};
 use crate::seam;
-use crate::shapes::Pod;
+use crate::shapes::{NODE, Pod};
 
 /// Bytes of memory and of disk of the machine.
 const MEMORY: u64 = 8 << 30;
 const STORAGE: u64 = 10 << 30;
-/// Name of the node.
-pub(crate) const NODE: &str = "n1";
 /// File of the agent's kubeconfig.
 const KUBECONFIG: &str = "kubeconfig";
 /// Time after which systemd starts an agent that ended by itself.
@@ -147,7 +145,7 @@ impl<'a> Node<'a> {
                 return Turn::Over;
             }
         };
-        let builder = match self.membership() {
+        let builder = match membership(self.plan, &self.dir) {
             Some(membership) => cluster::join(builder, &config, membership),
             None => builder,
         };
@@ -375,15 +373,6 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// Returns the files of the node's identity; None for a standalone node.
-    fn membership(&self) -> Option<Membership> {
-        (self.plan.scenario != Scenario::Standalone).then(|| Membership {
-            kubeconfig: self.dir.join(KUBECONFIG),
-            bootstrap: None,
-            cert_dir: self.dir.join("pki"),
-        })
-    }
-
     fn config(&self) -> Result<Config, ConfigFaults> {
         let (mut config, _) = Config::with_defaults()?;
         let path = |name: &str| self.dir.join(name);
@@ -438,6 +427,15 @@ impl<'a> Node<'a> {
             }
         }
     }
+}
+
+/// Returns the files of the node's identity; None for a standalone node.
+fn membership(plan: &Plan, dir: &Path) -> Option<Membership> {
+    (plan.scenario != Scenario::Standalone).then(|| Membership {
+        kubeconfig: dir.join(KUBECONFIG),
+        bootstrap: None,
+        cert_dir: dir.join("pki"),
+    })
 }
 
 fn cgroups(dir: &Path) -> Option<Arc<Cgroups>> {

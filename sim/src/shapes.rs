@@ -6,6 +6,8 @@ use beelet_judge::trace::{ProbeKind, Restart, Role};
 use fastrand::Rng;
 use serde_json::{Value, json};
 
+/// Name of the node.
+pub(crate) const NODE: &str = "n1";
 /// The image of every container.
 pub(crate) const IMAGE: &str = "busybox:1.36";
 /// Longest grace period of a manifest, in seconds.
@@ -144,7 +146,7 @@ impl Pod {
             pod["spec"]["activeDeadlineSeconds"] = json!(deadline);
         }
         if !self.is_static {
-            pod["spec"]["nodeName"] = json!(crate::node::NODE);
+            pod["spec"]["nodeName"] = json!(NODE);
         }
         pod
     }
