@@ -50,22 +50,14 @@ impl PodVolumes {
         Self { folder: pods_dir.join(uid), volumes, plugins: plugins.clone(), fs_group }
     }
 
-    /// Returns a volume's own path. A volume that a kubelet has set up first stays in the kubelet's place, which
-    /// the pod's containers have mounted.
+    /// Returns a volume's own path. A volume that a kubelet has set up first stays in the kubelet's place,
+    /// which the pod's containers have mounted.
     pub(crate) fn path(&self, volume: &str) -> PathBuf {
         let own = self.folder.join(VOLUMES).join(volume);
         if own.symlink_metadata().is_ok() {
             return own;
         }
-        self.of_kubelet(volume).unwrap_or(own)
-    }
-
-    /// Returns the kubelet's place of a volume at its own path, if the place exists.
-    fn of_kubelet(&self, name: &str) -> Option<PathBuf> {
-        let volume = self.volumes.iter().find(|volume| volume.name == name)?;
-        let (plugin_name, plugin) = self.plugins.of(&Spec::of(volume));
-        let is_own = plugin.location(volume) == Location::Own;
-        kubelets_place(&self.folder, plugin_name, name).filter(|_| is_own)
+        set_up_by_kubelet(self, volume).unwrap_or(own)
     }
 
     /// Returns the plugin of a volume whose claim was not read.
@@ -218,6 +210,14 @@ impl PodVolumes {
     pub fn tear_down(&self) -> Result<(), Error> {
         unmount(self, || Ok(remove_folder(&self.folder)?))
     }
+}
+
+/// Returns the kubelet's place of a volume at its own path, if the place exists.
+fn set_up_by_kubelet(volumes: &PodVolumes, name: &str) -> Option<PathBuf> {
+    let volume = volumes.volumes.iter().find(|volume| volume.name == name)?;
+    let (plugin_name, plugin) = volumes.plugins.of(&Spec::of(volume));
+    let is_own = plugin.location(volume) == Location::Own;
+    kubelets_place(&volumes.folder, plugin_name, name).filter(|_| is_own)
 }
 
 /// Returns the folder in which a kubelet has set up a volume of this plugin, if it exists, in the `folder` of
