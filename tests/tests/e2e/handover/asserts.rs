@@ -1,4 +1,4 @@
-//! What must be true of the pods before, during and after a hand-over.
+//! Conditions of the pods before, during and after a hand-over.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The pods of a hand-over: each QoS class, kind of probe, of volume and of container, as far as the kubelet's
-//! version has them.
+//! The pods of a hand-over: each QoS class, kind of probe, of volume and of container, as far as the
+//! kubelet's version has them.
 
 use std::path::PathBuf;
 
@@ -26,18 +26,18 @@ pub(super) const CLAIMS: [&str; 2] = ["shelf0", "shelf1"];
 pub(super) struct Kind {
     /// The pod.
     pub pod: Value,
-    /// What the pod does before and after the hand-over.
+    /// The pod's work before and after the hand-over.
     pub then: Then,
 }
 
-/// What a pod does.
+/// The work of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Then {
     /// Its containers run, and are ready.
     Serves,
     /// Its first container runs, and the pod waits for the end of it.
     Starts,
-    /// It has ended, with this phase.
+    /// The pod has ended, with this phase.
     Ended(&'static str),
     /// Its container fails again and again.
     Crashes,
