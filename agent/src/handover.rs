@@ -13,7 +13,7 @@ use beelet_base::program::{Bounds, Complaints, Program};
 use beelet_cli::{USAGE, failed};
 use beelet_config::Config;
 use beelet_cri::Runtime;
-use beelet_policy::handover::{Next, Outcome, Sources, forgets_readiness};
+use beelet_policy::handover::{Next, Outcome, Reason, Sources, forgets_readiness};
 
 pub(crate) use self::args::HandoverArgs;
 use self::{
@@ -122,7 +122,7 @@ fn minor_of(said: &str) -> Option<u32> {
 
 /// Prints the outcome of each pod. Returns true if the hand-over changes nothing for any pod.
 fn report(outcomes: &[(String, Outcome)], next: Agent) -> bool {
-    let (mut kept, mut leaving, mut unwanted, mut others) = (0_usize, 0_usize, 0_usize, 0_usize);
+    let [mut kept, mut leaving, mut unwanted, mut others] = [0_usize; 4];
     let stops = match next {
         Agent::Beelet => "beelet would stop it",
         Agent::Kubelet => "a kubelet with the same sources would stop it",
@@ -147,18 +147,25 @@ fn report(outcomes: &[(String, Outcome)], next: Agent) -> bool {
             }
             Outcome::Restarts(reasons) => {
                 others = others.saturating_add(1);
-                let reasons: Vec<String> = reasons.iter().map(ToString::to_string).collect();
-                println!("{pod}: would restart: {}", reasons.join("; "));
+                println!("{pod}: would restart: {}", joined(reasons));
+            }
+            Outcome::LosesVolumes(reasons) => {
+                others = others.saturating_add(1);
+                println!("{pod}: would lose volumes: {}", joined(reasons));
             }
         }
     }
     println!(
-        "{} pods: {} would take over {kept}; {others} would restart or be left alone; {unwanted} would be stopped; \
-         {leaving} are being deleted",
+        "{} pods: {} would take over {kept}; {others} would restart, lose volumes or be left alone; {unwanted} would \
+         be stopped; {leaving} are being deleted",
         outcomes.len(),
         next.name(),
     );
     outcomes.iter().all(|(_, outcome)| outcome.is_harmless())
+}
+
+fn joined(reasons: &[Reason]) -> String {
+    reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ pub(crate) struct HandoverArgs {
     /// Time without a restart after which the hand-over is complete.
     #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse)]
     pub(super) settle: Duration,
-    /// Act although pods would restart, be left alone, or be stopped.
+    /// Act although pods would restart, lose volumes, be left alone, or be stopped.
     #[arg(long)]
     pub(super) force: bool,
 }

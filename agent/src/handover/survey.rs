@@ -18,6 +18,7 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_policy::handover::{Found, Next, Outcome, Source, Wanted, check};
+use beelet_volumes::places;
 use k8s_openapi::api::core::v1::Pod;
 
 use super::args::{Agent, HandoverArgs};
@@ -78,10 +79,10 @@ impl Survey {
         all
     }
 
-    /// Returns the pods that the next agent takes over, by UID.
+    /// Returns the pods that run on under the next agent, by UID.
     pub(super) fn kept(&self, outcomes: &[(String, Outcome)]) -> BTreeMap<String, Found> {
         let kept: Vec<&String> =
-            outcomes.iter().filter(|(_, one)| *one == Outcome::Kept).map(|(name, _)| name).collect();
+            outcomes.iter().filter(|(_, one)| one.runs_on()).map(|(name, _)| name).collect();
         let found = self.found.iter().filter(|(_, found)| kept.contains(&&name_of(found)));
         found.map(|(uid, found)| (uid.clone(), found.clone())).collect()
     }
@@ -100,12 +101,14 @@ impl Survey {
         let annotations = pod.metadata.annotations.as_ref();
         let annotation = |key: &str| annotations.and_then(|all| all.get(key));
         let file = annotation(ANNOTATION_MANIFEST).map(Path::new);
+        let folder = self.pods_dir.join(&found.uid);
         Some(Wanted {
             pod,
             changed: file.and_then(|file| self.changes.get(file).copied()),
             // A UID that the agent derives is the hash of the manifest.
             uid_in_manifest: of_api.is_none() && annotation(ANNOTATION_HASH) != pod.metadata.uid.as_ref(),
-            has_folder: self.pods_dir.join(&found.uid).is_dir(),
+            has_folder: folder.is_dir(),
+            places: places(pod, &folder),
         })
     }
 }

@@ -65,7 +65,7 @@ pub use self::metrics::Metrics;
 pub use self::object_sync::CHECK_PERIOD;
 pub use self::plugin::Prepared;
 pub use self::plugins::{Plugins, plugin_name};
-pub use self::pod_volumes::{PodVolumes, Stop};
+pub use self::pod_volumes::{PodVolumes, Stop, places};
 pub use self::remote::RemoteDisks;
 pub use self::resync::has_volumes;
 

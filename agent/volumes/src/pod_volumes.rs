@@ -6,7 +6,10 @@ use beelet_base::{
     folder::{PRIVATE, make_folder},
     walk::remove_folder,
 };
-use beelet_policy::volumes::{claims, content::Allowance, mount_points};
+use beelet_policy::{
+    handover::Places,
+    volumes::{claims, content::Allowance, mount_points},
+};
 use k8s_openapi::api::core::v1 as core;
 use tracing::debug;
 
@@ -18,7 +21,7 @@ use crate::{
     mounts,
     operations::Operation,
     plugin::{Location, Sources, Spec, Target, Use, VolumePlugin},
-    plugins::Plugins,
+    plugins::{Plugins, plugin_name},
     sub_path,
 };
 
@@ -218,6 +221,22 @@ fn set_up_by_kubelet(volumes: &PodVolumes, name: &str) -> Option<PathBuf> {
     let (plugin_name, plugin) = volumes.plugins.of(&Spec::of(volume));
     let is_own = plugin.location(volume) == Location::Own;
     kubelets_place(&volumes.folder, plugin_name, name).filter(|_| is_own)
+}
+
+/// Returns the places of a pod's volumes in the `folder` of the pod. Links to volumes elsewhere don't count.
+#[must_use]
+pub fn places(pod: &core::Pod, folder: &Path) -> Places {
+    let mut places = Places::default();
+    for volume in pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()) {
+        let own = folder.join(VOLUMES).join(&volume.name);
+        if own.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+            places.of_beelet.insert(volume.name.clone());
+        }
+        if kubelets_place(folder, plugin_name(volume), &volume.name).is_some() {
+            places.of_kubelet.insert(volume.name.clone());
+        }
+    }
+    places
 }
 
 /// Returns the folder in which a kubelet has set up a volume of this plugin, if it exists, in the `folder` of

@@ -16,6 +16,7 @@ use crate::{
 use beelet_csi::Csi;
 use beelet_model::objects::Objects;
 use beelet_model::storage::{Claimed, VolumesInUse};
+use beelet_policy::handover::Places;
 use beelet_spec::env::Environment;
 use beelet_state::events::Recorder;
 use k8s_openapi::api::core::v1 as core;
@@ -75,6 +76,9 @@ fn a_volume_that_a_kubelet_has_set_up_stays_in_its_place() {
     // A kubelet that runs in between makes a second place, which stays unused.
     fs::create_dir_all(volumes.join("kubernetes.io~empty-dir/new")).unwrap();
     assert_eq!(made.path("new"), volumes.join("new"));
+    let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let expected = Places { of_beelet: set(&["new"]), of_kubelet: set(&["scratch", "about", "new"]) };
+    assert_eq!(places(&pod, &dir.path().join("u1")), expected);
     made.tear_down().unwrap();
     assert!(!dir.path().join("u1").exists());
 }

@@ -18,7 +18,7 @@ use beelet_tests::agent::binary;
 use beelet_tests::cri::{Asked, CHANGES, Container, FakeCri, Sandbox};
 use beelet_tests::workdir;
 use jiff::Timestamp;
-use serde_json::json;
+use serde_json::{Value, json};
 
 const UID: &str = "0f1e2d3c4b5a69788796a5b4c3d2e1f0";
 
@@ -59,7 +59,15 @@ impl Scene {
     }
 
     fn apply(&self) {
-        let spec = json!({"containers": [{"name": "main", "image": "web:1"}]});
+        self.apply_with(&json!([]));
+    }
+
+    /// Writes the manifest with these volumes, which the container mounts.
+    fn apply_with(&self, volumes: &Value) {
+        let name = |volume: &Value| json!({"name": volume["name"], "mountPath": volume["name"]});
+        let mounts: Vec<Value> = volumes.as_array().unwrap().iter().map(name).collect();
+        let main = json!({"name": "main", "image": "web:1", "volumeMounts": mounts});
+        let spec = json!({"containers": [main], "volumes": volumes});
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web"}, "spec": spec});
         fs::write(self.path("manifests/web.yaml"), pod.to_string()).unwrap();
     }
@@ -153,6 +161,46 @@ async fn a_check_names_each_pod_and_changes_nothing() {
     let asked = scene.cri.calls();
     assert!(asked.iter().any(|call| matches!(call.asked, Asked::ListPodSandbox(_))));
     assert_eq!(fs::read_dir(scene.dir.path()).unwrap().count(), 3, "the check wrote a file");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_whose_volumes_are_in_folders_of_beelet_is_not_handed_over_without_force() {
+    let scene = Scene::new();
+    scene.apply_with(&json!([
+        {"name": "data", "emptyDir": {}}, {"name": "host", "hostPath": {"path": "/"}},
+        {"name": "about", "downwardAPI": {"items": []}},
+    ]));
+    scene.start_pod();
+    let volumes = scene.path("root/pods").join(UID).join("volumes");
+    fs::create_dir_all(volumes.join("kubernetes.io~empty-dir/data")).unwrap();
+    fs::create_dir_all(volumes.join("kubernetes.io~downward-api/about")).unwrap();
+    for direction in ["--to-kubelet", "--from-kubelet"] {
+        let (code, text) = scene.handover(&["--check", direction], &[]);
+        assert!(code == Some(0) && text.contains("default/web-n1: is taken over"), "{code:?} {text}");
+    }
+    fs::create_dir(volumes.join("data")).unwrap();
+    fs::create_dir(volumes.join("about")).unwrap();
+    let named = |text: &str| {
+        let begins = "default/web-n1: would lose volumes: the next agent has the emptyDir volumes data in other folders";
+        text.contains(begins) && text.contains("; the next agent has the volumes about in other folders")
+    };
+    // The container is the kubelet's, so that also beelet, which prefers its own folders, would lose volumes.
+    for direction in ["--to-kubelet", "--from-kubelet"] {
+        let (code, text) = scene.handover(&["--check", direction], &[]);
+        assert!(code == Some(1) && named(&text), "{code:?} {text}");
+        let (code, text) = scene.handover(&[direction], &[]);
+        assert!(
+            code == Some(1) && named(&text) && text.contains("refusing the hand-over"),
+            "{code:?} {text}"
+        );
+    }
+    scene.assert_unchanged();
+    let kubelet = scene.program("kubelet", "");
+    let beelet = scene.program("beelet", "");
+    let programs: [(&str, &Path); 2] = [("--kubelet-control", &kubelet), ("--beelet-control", &beelet)];
+    let (_, text) = scene.handover(&["--to-kubelet", "--force"], &programs);
+    assert!(named(&text), "{text}");
+    assert_eq!(scene.calls()[..2], ["beelet stop", "kubelet start"], "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,6 +6,7 @@ use super::{
     adopt,
     found::{Found, FoundContainer, Maker, Source},
     hash::container_hash_of,
+    places::{Places, of_volumes},
 };
 use crate::pod::{is_sidecar, restarts};
 
@@ -41,6 +42,8 @@ pub struct Wanted<'a> {
     pub uid_in_manifest: bool,
     /// True if the next agent's folder of pods has a folder of the pod, with its volumes.
     pub has_folder: bool,
+    /// The places of the pod's volumes in that folder.
+    pub places: Places,
 }
 
 /// Result of the check of one pod.
@@ -50,6 +53,8 @@ pub enum Outcome {
     Kept,
     /// The next agent restarts at least a part of the pod.
     Restarts(Vec<Reason>),
+    /// The pod runs on, but the next agent has volumes of the pod in other folders than its containers.
+    LosesVolumes(Vec<Reason>),
     /// The next agent does not touch the pod.
     LeftAlone(adopt::LeftAlone),
     /// The API server has the pod's deletion, which the next agent continues.
@@ -65,6 +70,12 @@ impl Outcome {
     #[must_use]
     pub fn is_harmless(&self) -> bool {
         matches!(self, Self::Kept | Self::Leaving)
+    }
+
+    /// Returns true if everything of the pod runs on under the next agent.
+    #[must_use]
+    pub fn runs_on(&self) -> bool {
+        matches!(self, Self::Kept | Self::LosesVolumes(_))
     }
 }
 
@@ -120,7 +131,7 @@ fn is_complete(now: &Found, pod: &Pod) -> bool {
     })
 }
 
-/// Reason for a restart.
+/// Reason for a restart, or for the loss of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     /// The image in the pod's spec is not the one of the running container. The old agent restarts it too.
@@ -162,6 +173,19 @@ pub enum Reason {
     /// A resize is not finished, and only the old agent knows the amounts that it has accepted.
     #[error("a resize of the pod is not finished, and the next agent does not know the accepted amounts")]
     Resizing,
+    /// The next agent makes an empty folder for each of these emptyDir volumes.
+    #[error(
+        "the next agent has the emptyDir volumes {0} in other folders, so that the next container of the pod that starts \
+         finds them empty; save their content, pass --force and replace the pod after the change"
+    )]
+    EmptyDirElsewhere(String),
+    /// The next agent updates other folders than the containers have.
+    #[error(
+        "the next agent has the volumes {0} in other folders, so that running containers see no change of their \
+         ConfigMaps, Secrets and fields and no renewed token, which expires (mostly within an hour); pass --force and \
+         replace the pod after the change"
+    )]
+    ObjectsElsewhere(String),
 }
 
 /// Checks one pod of the runtime.
@@ -190,7 +214,13 @@ pub fn check(found: &Found, wanted: Option<&Wanted<'_>>, next: Next) -> Outcome 
         let Some(made) = newest(found, &container.name).filter(|made| made.running) else { continue };
         reasons.extend(of_container(container, made, next));
     }
-    if reasons.is_empty() || !found.runs() { Outcome::Kept } else { Outcome::Restarts(reasons) }
+    let restarts = !reasons.is_empty();
+    reasons.extend(of_volumes(found, wanted.pod, &wanted.places, next));
+    match reasons {
+        reasons if reasons.is_empty() || !found.runs() => Outcome::Kept,
+        reasons if restarts => Outcome::Restarts(reasons),
+        reasons => Outcome::LosesVolumes(reasons),
+    }
 }
 
 /// Returns the reason to restart a static pod as a whole.

@@ -9,6 +9,7 @@ mod adopt;
 mod check;
 mod found;
 mod hash;
+mod places;
 #[cfg(test)]
 mod tests;
 
@@ -16,3 +17,4 @@ pub use adopt::{Adoption, LeftAlone, Sources, adoption, is_same_manifest};
 pub use check::{Loss, Next, Outcome, Reason, Wanted, check, forgets_readiness, loss};
 pub use found::{Found, FoundContainer, FoundSandbox, Maker, Source};
 pub use hash::{container_hash, container_hash_of};
+pub use places::Places;

@@ -38,6 +38,10 @@ fn pod(containers: Value) -> Pod {
     serde_json::from_value(json!({"metadata": {"name": "web"}, "spec": {"containers": containers}})).unwrap()
 }
 
+fn wanted(pod: &Pod) -> Wanted<'_> {
+    Wanted { pod, changed: None, uid_in_manifest: false, has_folder: true, places: Places::default() }
+}
+
 #[test]
 fn the_digest_is_the_kubelets() {
     // The value of TestHashContainer in pkg/kubelet/container/helpers_test.go of 1.36.
@@ -81,7 +85,7 @@ fn a_check_names_each_container_that_the_next_agent_would_restart() {
     let check = |source, maker, hash: &str, next, expected: &[Reason]| {
         let found = found(source, &[maker], &[container("main", maker, hash)]);
         let pod = pod(json!([{"name": "main", "image": "x:1"}]));
-        let wanted = Wanted { pod: &pod, changed: Some(99), uid_in_manifest: false, has_folder: true };
+        let wanted = Wanted { changed: Some(99), ..wanted(&pod) };
         let expected = if expected.is_empty() { Outcome::Kept } else { Outcome::Restarts(expected.to_vec()) };
         assert_eq!(check(&found, Some(&wanted), next), expected, "{found:?} {next:?}");
     };
@@ -108,7 +112,7 @@ fn a_manifest_that_is_newer_than_the_sandbox_is_another_pod() {
     let found = found(Source::File, &[Maker::Kubelet], &[container("main", Maker::Kubelet, "1")]);
     let pod = pod(json!([{"name": "main", "image": "x:1"}]));
     let check = |changed, uid_in_manifest, expected: Outcome| {
-        let wanted = Wanted { pod: &pod, changed, uid_in_manifest, has_folder: true };
+        let wanted = Wanted { changed, uid_in_manifest, ..wanted(&pod) };
         assert_eq!(check(&found, Some(&wanted), Next::Beelet(ALL)), expected, "{changed:?}");
     };
     let changed = Outcome::Restarts(vec![Reason::ManifestChanged]);
@@ -125,7 +129,7 @@ fn a_resize_and_many_sandboxes_are_reasons_while_the_pod_runs() {
     pod.status =
         serde_json::from_value(json!({"conditions": [{"type": "PodResizePending", "status": "True"}]}))
             .unwrap();
-    let wanted = Wanted { pod: &pod, changed: None, uid_in_manifest: false, has_folder: true };
+    let wanted = wanted(&pod);
     let mut found = found(Source::Api, &[Maker::Kubelet, Maker::Kubelet], &[]);
     let next = Next::Kubelet { minor: 36 };
     let both = Outcome::Restarts(vec![Reason::ManySandboxes, Reason::Resizing]);
@@ -138,10 +142,86 @@ fn a_resize_and_many_sandboxes_are_reasons_while_the_pod_runs() {
 fn a_pod_whose_volumes_are_elsewhere_is_named() {
     let pod = pod(json!([{"name": "main", "image": "x:1"}]));
     let found = found(Source::Api, &[Maker::Kubelet], &[]);
-    let wanted = Wanted { pod: &pod, changed: None, uid_in_manifest: false, has_folder: false };
+    let wanted = Wanted { has_folder: false, ..wanted(&pod) };
     let outcome = check(&found, Some(&wanted), Next::Beelet(ALL));
     assert_eq!(outcome, Outcome::Restarts(vec![Reason::OtherFolder]));
     assert!(!outcome.is_harmless() && Outcome::Kept.is_harmless());
+}
+
+#[test]
+fn a_pod_whose_volumes_the_next_agent_has_elsewhere_is_named() {
+    use Maker::{Beelet, Kubelet};
+    const KINDS: [(&str, &str); 10] = [
+        ("scratch", "emptyDir"),
+        ("memory", "emptyDir"),
+        ("settings", "configMap"),
+        ("word", "secret"),
+        ("token", "projected"),
+        ("about", "downwardAPI"),
+        ("host", "hostPath"),
+        ("claim", "persistentVolumeClaim"),
+        ("own", "ephemeral"),
+        ("unused", "emptyDir"),
+    ];
+    let volume = |(name, kind): (&str, &str)| {
+        let source = match kind {
+            "hostPath" => json!({"path": "/"}),
+            "persistentVolumeClaim" => json!({"claimName": "c"}),
+            _ => json!({}),
+        };
+        json!({"name": name, kind: source})
+    };
+    let mounts = |of: &[&str]| -> Vec<Value> {
+        of.iter().map(|name| json!({"name": name, "mountPath": format!("/{name}")})).collect()
+    };
+    let main = ["scratch", "memory", "settings", "word", "token", "host", "claim", "own"];
+    let mut pod = pod(json!([
+        {"name": "main", "image": "x:1", "volumeMounts": mounts(&main)},
+        {"name": "other", "image": "x:1", "volumeMounts": mounts(&["about"])},
+    ]));
+    let volumes: Vec<Value> = KINDS.map(volume).into();
+    pod.spec.as_mut().unwrap().volumes = serde_json::from_value(json!(volumes)).unwrap();
+    let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let check = |makers: [Maker; 2], own: &[&str], kubelets: &[&str], next, expected: &[Reason]| {
+        let containers: Vec<_> = ["main", "other"]
+            .into_iter()
+            .zip(makers)
+            .map(|(name, maker)| container(name, maker, &container_hash_of(name, "x:1")))
+            .collect();
+        let mut found = found(Source::Api, &[Beelet], &containers);
+        let places = Places { of_beelet: set(own), of_kubelet: set(kubelets) };
+        let wanted = Wanted { places, ..wanted(&pod) };
+        let outcome = check(&found, Some(&wanted), next);
+        let reasons = expected.to_vec();
+        let lossy = if reasons.is_empty() { Outcome::Kept } else { Outcome::LosesVolumes(reasons) };
+        assert_eq!(outcome, lossy, "{makers:?} {own:?} {kubelets:?} {next:?}");
+        assert!(outcome.runs_on() && outcome.is_harmless() == expected.is_empty());
+        // A restart has the volumes' reasons too, and a pod that has ended has none.
+        found.sandboxes.push(sandbox(Beelet));
+        let restart = [&[Reason::ManySandboxes], expected].concat();
+        assert_eq!(check(&found, Some(&wanted), next), Outcome::Restarts(restart));
+        found.sandboxes.iter_mut().for_each(|one| one.ready = false);
+        found.containers.iter_mut().for_each(|one| one.running = false);
+        assert_eq!(check(&found, Some(&wanted), next), Outcome::Kept);
+    };
+    let empty = |names: &str| Reason::EmptyDirElsewhere(names.to_owned());
+    let objects = |names: &str| Reason::ObjectsElsewhere(names.to_owned());
+    let all: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
+    let (back, over) = (Next::Kubelet { minor: 36 }, Next::Beelet(ALL));
+    let both = [empty("scratch, memory"), objects("settings, word, token, about")];
+    check([Beelet; 2], &all, &[], back, &both);
+    check([Beelet; 2], &["scratch"], &["memory", "settings"], back, &[empty("scratch")]);
+    check([Beelet; 2], &["token"], &[], back, &[objects("token")]);
+    check([Beelet; 2], &["host", "claim", "own", "unused", "gone"], &[], back, &[]);
+    // beelet restarted the containers of an adopted pod, whose volumes stayed in the kubelet's folders.
+    check([Beelet; 2], &[], &all, back, &[]);
+    // A kubelet that ran in between made folders of its own: only its containers have them.
+    check([Beelet; 2], &all, &all, back, &both);
+    check([Beelet; 2], &all, &all, over, &[]);
+    check([Kubelet, Beelet], &all, &all, over, &[empty("scratch, memory"), objects("settings, word, token")]);
+    check([Beelet, Kubelet], &all, &all, over, &[objects("about")]);
+    check([Kubelet; 2], &[], &all, over, &[]);
+    check([Beelet; 2], &all, &[], over, &[]);
 }
 
 #[test]
@@ -152,7 +232,7 @@ fn a_pod_that_no_source_names_is_no_harmless_outcome_and_a_deletion_is() {
         assert!(outcome == Outcome::Unwanted && !outcome.is_harmless(), "{next:?}");
         let mut pod = pod(json!([{"name": "main", "image": "x:1"}]));
         pod.metadata.deletion_timestamp = serde_json::from_value(json!("2026-01-01T00:00:00Z")).unwrap();
-        let wanted = Wanted { pod: &pod, changed: None, uid_in_manifest: false, has_folder: true };
+        let wanted = wanted(&pod);
         let outcome = check(&found, Some(&wanted), next);
         assert!(outcome == Outcome::Leaving && outcome.is_harmless(), "{next:?}");
     }
@@ -167,7 +247,7 @@ fn amounts_that_only_a_restart_changes_need_a_kubelets_record() {
     let check = |maker, pod: &Pod, minor, expected: Outcome| {
         let hash = container_hash_of("main", "x:1");
         let found = found(Source::Api, &[maker], &[container("main", maker, &hash)]);
-        let wanted = Wanted { pod, changed: None, uid_in_manifest: false, has_folder: true };
+        let wanted = wanted(pod);
         assert_eq!(check(&found, Some(&wanted), Next::Kubelet { minor }), expected, "{maker:?} {minor}");
     };
     let restarts = Outcome::Restarts(vec![Reason::UnknownAmounts("main".to_owned())]);
@@ -272,7 +352,7 @@ proptest! {
             .collect();
         let found = found(Source::Api, &[Maker::Kubelet], &made);
         let pod = pod(json!(specs));
-        let wanted = Wanted { pod: &pod, changed: None, uid_in_manifest: false, has_folder: true };
+        let wanted = wanted(&pod);
         for next in [Next::Kubelet { minor }, Next::Beelet(ALL)] {
             prop_assert_eq!(check(&found, Some(&wanted), next), Outcome::Kept);
         }

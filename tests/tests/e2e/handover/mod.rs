@@ -132,6 +132,7 @@ fn pods_run_on_from_a_kubelet_to_beelet_and_back() {
     assert_leaving(&scene);
     assert_hooks(&scene);
     assert_digests(&scene, &before);
+    assert_own_volumes(&mut scene);
     assert_end(&scene);
 }
 
@@ -159,6 +160,28 @@ fn assert_digests(scene: &Scene, before: &BTreeMap<String, Task>) {
     assert!(old.contains("default/web0: would restart: beelet created container main"), "{old}");
     assert!(old.contains("default/web1: is taken over"), "{old}");
     assert!(check("1.36").contains("default/web0: is taken over"));
+}
+
+/// Asserts that the way back is refused while beelet has volumes of a pod in folders that a kubelet does not use.
+fn assert_own_volumes(scene: &mut Scene) {
+    scene.run(Kind { pod: scene.facts.serving(1001), then: Then::Serves });
+    scene.until_ready("web1001");
+    let before = tasks(&scene.containerd);
+    for arguments in
+        [&["--check", "--to-kubelet", "--kubelet-version", "1.36"][..], &scene.agents.to_kubelet()]
+    {
+        let refused = scene.agents.handover(arguments).unwrap_err();
+        let line = refused.lines().find(|line| line.starts_with("default/web1001: would ")).unwrap();
+        assert!(line.contains("the next agent has the emptyDir volumes data in other folders"), "{line}");
+        assert!(
+            line.contains("the next agent has the volumes settings, about, all in other folders"),
+            "{line}"
+        );
+        // beelet restarted a container of this pod, and kept the kubelet's folders.
+        let adopted = refused.lines().find(|line| line.starts_with("default/web0: ")).unwrap();
+        assert!(!adopted.contains("other folders"), "{adopted}");
+    }
+    assert_eq!(tasks(&scene.containerd), before, "a refused hand-over changed pods");
 }
 
 /// Asserts that the last agent ends the pods with all of their volumes.
