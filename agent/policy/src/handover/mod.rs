@@ -10,11 +10,13 @@ mod check;
 mod found;
 mod hash;
 mod places;
+mod reason;
 #[cfg(test)]
 mod tests;
 
 pub use adopt::{Adoption, LeftAlone, Sources, adoption, is_same_manifest};
-pub use check::{Loss, Next, Outcome, Reason, Wanted, check, forgets_readiness, loss};
+pub use check::{Loss, Outcome, Wanted, check, forgets_readiness, loss};
 pub use found::{Found, FoundContainer, FoundSandbox, Maker, Source};
 pub use hash::{container_hash, container_hash_of};
 pub use places::Places;
+pub use reason::{Next, Reason};

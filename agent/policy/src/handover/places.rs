@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
 use super::{
-    check::{Next, Reason},
     found::{Found, Maker},
+    reason::{Next, Reason},
 };
 use crate::volumes::claims::used;
 

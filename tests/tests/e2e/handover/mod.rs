@@ -162,7 +162,8 @@ fn assert_digests(scene: &Scene, before: &BTreeMap<String, Task>) {
     assert!(check("1.36").contains("default/web0: is taken over"));
 }
 
-/// Asserts that the way back is refused while beelet has volumes of a pod in folders that a kubelet does not use.
+/// Asserts that the way back is refused while beelet has volumes of a pod in folders that a kubelet does not
+/// use.
 fn assert_own_volumes(scene: &mut Scene) {
     scene.run(Kind { pod: scene.facts.serving(1001), then: Then::Serves });
     scene.until_ready("web1001");
