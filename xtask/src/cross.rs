@@ -63,11 +63,13 @@ impl Arch {
 }
 
 /// Zig as a C compiler and linker for the target TARGET. rustc adds Rust's intrinsics, which Zig has itself.
+/// Zig ignores `-static-pie`, and would link a binary with fixed addresses.
 const COMPILER: &str = r#"#!/bin/bash
 set -eu
 arguments=()
 for argument in "$@"; do
   case $argument in
+    -static-pie) arguments+=(-static -pie) ;;
     --target=* | */libcompiler_builtins-*.rlib | -Wl,--fix-cortex-a53-843419) ;;
     *) arguments+=("$argument") ;;
   esac
