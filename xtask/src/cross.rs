@@ -2,7 +2,7 @@
 //!
 //! Rust's standard library is built from its sources, as for the BPF target. Zig contains a C compiler, musl
 //! and a linker for every processor; it compiles the C code of one dependency (ring), and links. A fixed
-//! version of Zig comes from PyPI, so the bytes of a binary do not depend on the distribution.
+//! version of Zig comes from PyPI, so every distribution has the same C compiler, libc and linker.
 
 use crate::{setup_ebpf, shell, tools};
 use anyhow::{Context as _, Result, bail};
@@ -80,6 +80,11 @@ exec "$BEELET_ZIG" cc -target TARGET -fno-sanitize=undefined "${arguments[@]}"
 /// Zig as the maker of archives.
 const ARCHIVER: &str = "#!/bin/sh\nexec \"$BEELET_ZIG\" ar \"$@\"\n";
 
+/// Returns the text of the C compiler and linker for `arch`.
+fn compiler(arch: Arch) -> String {
+    COMPILER.replace("TARGET", &format!("{}-linux-musl", arch.machine()))
+}
+
 /// Makes `cargo` build for [`Arch::musl`]; returns the folder of the standard library's sources.
 ///
 /// # Errors
@@ -89,8 +94,7 @@ pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<PathBuf> {
     let (library, is_elsewhere) = setup_ebpf::library()?;
     let (folder, zig) = (workdir::target_dir().join("zig"), tools::ZIG.ensure()?);
     let cache = zig.with_file_name("cache");
-    let compiler =
-        script(&folder, target, &COMPILER.replace("TARGET", &format!("{}-linux-musl", arch.machine())))?;
+    let compiler = script(&folder, target, &compiler(arch))?;
     cargo
         .args(["--target", target, "-Z", "build-std=std,panic_unwind"])
         // Stable cargo builds the standard library only with this variable.
@@ -129,4 +133,24 @@ fn script(folder: &Path, name: &str, text: &str) -> Result<PathBuf> {
 /// rustc's `rust-objcopy` is missing or failed.
 pub fn strip(binary: &Path, copy: &Path) -> Result<()> {
     shell::run(setup_ebpf::objcopy()?.arg("--strip-all").arg(binary).arg(copy))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zig_gets_the_arguments_that_it_knows() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = script(folder.path(), "cc", &compiler(Arch::Arm64)).unwrap();
+        let output = Command::new(program)
+            .args(["--target=aarch64-unknown-linux-musl", "a.o", "/deps/libcompiler_builtins-1.rlib"])
+            .args(["-o", "a program", "-static-pie", "-nodefaultlibs"])
+            .env("BEELET_ZIG", "/bin/echo")
+            .output()
+            .unwrap();
+        let expected = "cc -target aarch64-linux-musl -fno-sanitize=undefined a.o -o a program -static -pie \
+                        -nodefaultlibs\n";
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+    }
 }

@@ -132,9 +132,8 @@ pub(crate) fn make(order: &Order, out: &Path) -> Result<Vec<PathBuf>> {
     if Product::STATIC.into_iter().any(wants) {
         let built = built(order.binaries.get(1), arch, Linked::Statically, &commit)?;
         let binary = stripped(&built, arch, &work)?;
-        if !images::is_static(&binary)? {
-            bail!("{} is not static", binary.display());
-        }
+        require_static(&binary)?;
+        require_static(&binary.with_file_name(layout::HELPER))?;
         let files = files(&binary, || runnable(&binary, arch))?;
         for product in Product::STATIC.into_iter().filter(|product| wants(*product)) {
             made.push(match product {
@@ -251,6 +250,22 @@ fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let helper = binary.with_file_name(layout::HELPER);
     cross::strip(&helper, &copy.with_file_name(layout::HELPER))?;
     Ok(copy)
+}
+
+/// Ensures that a binary needs no loader, and that its addresses are not fixed, so the kernel can randomize
+/// them.
+fn require_static(binary: &Path) -> Result<()> {
+    // e_type, ET_DYN
+    const TYPE: std::ops::Range<usize> = 16..18;
+    const RELOCATABLE: &[u8] = &[3, 0];
+    if !images::is_static(binary)? {
+        bail!("{} is not static", binary.display());
+    }
+    let program = std::fs::read(binary).with_context(|| format!("could not read {}", binary.display()))?;
+    if program.get(TYPE) != Some(RELOCATABLE) {
+        bail!("{} has fixed addresses: the linker did not make a static-pie", binary.display());
+    }
+    Ok(())
 }
 
 /// Returns the image of the DaemonSet in packaging/kubernetes, which contains only the binary.
