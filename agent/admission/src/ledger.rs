@@ -85,7 +85,9 @@ impl Ledger {
             // The earlier instance of the pod must terminate first.
             return self.wait(pod, now);
         }
-        match self.ask(pod, (Leaving::All, Claims::All), now) {
+        // Room that is free now is not withheld for a pod that only waits, which a kubelet would have
+        // rejected. Room for which a critical pod preempts others is withheld.
+        match self.ask(pod, (Leaving::All, Claims::Critical), now) {
             Ok((decided, _)) if fits(&decided) => self.admit(pod),
             Ok(_) => self.make_room(pod, now),
             Err(rejection) => self.reject(&uid, rejection),
@@ -97,15 +99,10 @@ impl Ledger {
         Verdict::Admitted
     }
 
-    /// Handles a pod without room beside all others and those that wait: admits the pod if only waiting pods
-    /// are in its way, waits for terminating pods, preempts others, or rejects the pod.
+    /// Handles a pod without room at present: waits for terminating pods, preempts others, or rejects the
+    /// pod.
     fn make_room(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
-        // Room that is free now is not withheld for a pod that only waits, which a kubelet would have
-        // rejected. Room for which a critical pod preempts others is withheld.
-        if self.ask(pod, (Leaving::All, Claims::Critical), now).is_ok_and(|(decided, _)| fits(&decided)) {
-            return self.admit(pod);
-        }
         // An overdue pod must not block a critical pod while other pods could make room.
         let (decided, asked) = match self.ask(pod, (Leaving::Overdue, Claims::All), now) {
             Ok(answer) => answer,
