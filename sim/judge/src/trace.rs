@@ -237,6 +237,13 @@ pub struct Status {
     pub containers: Vec<ContainerStatus>,
 }
 
+impl Status {
+    /// Returns true for a pod that has ended.
+    pub(crate) fn is_over(&self) -> bool {
+        self.phase == "Failed" || self.phase == "Succeeded"
+    }
+}
+
 /// A container's published status.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ContainerStatus {

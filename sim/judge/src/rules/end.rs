@@ -119,8 +119,7 @@ fn amounts_are_in_force(view: &View<'_>, pod: &PodState) {
 
 /// Returns the CPU that a pod holds: a pod whose containers wait for their restarts holds its whole request.
 fn promised(view: &View<'_>, uid: &str, pod: &PodState) -> u64 {
-    let is_over = |status: &Status| status.phase == "Failed" || status.phase == "Succeeded";
-    let stays = pod.ends_since().is_none() && !pod.status.as_ref().is_none_or(is_over);
+    let stays = pod.ends_since().is_none() && !pod.status.as_ref().is_none_or(Status::is_over);
     if stays { pod.cpu() } else { super::given::held(view, uid, pod) }
 }
 

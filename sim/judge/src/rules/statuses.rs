@@ -7,11 +7,10 @@ use crate::trace::{State, Status};
 pub(super) fn check(view: &View<'_>, status: &Status) {
     let Some(pod) = view.ledger.pods.get(&status.uid).cloned() else { return };
     let name = &pod.spec.name;
-    let is_over = |status: &Status| status.phase == "Succeeded" || status.phase == "Failed";
     let mut broken = Vec::new();
     if let Some(before) = &pod.status {
         // A pod that ended by itself never comes back (kubelet: `updateStatusInternal` refuses it).
-        let back = is_over(before) && before.reason.is_none() && status.phase != before.phase;
+        let back = before.is_over() && before.reason.is_none() && status.phase != before.phase;
         // A new sandbox runs the init containers again (kubelet: `getPhase`).
         let sandboxes = view.ledger.sandboxes.values().filter(|sandbox| sandbox.uid == status.uid).count();
         let unstarted = before.phase == "Running" && status.phase == "Pending" && sandboxes < 2;
@@ -29,7 +28,7 @@ pub(super) fn check(view: &View<'_>, status: &Status) {
         }
     }
     // The kubelet's getPhase counts running sidecars as running.
-    if is_over(status) && status.reason.is_none() {
+    if status.is_over() && status.reason.is_none() {
         let running: Vec<_> =
             view.ledger.of_pod(&status.uid).filter(|i| i.runs()).map(|i| i.name.clone()).collect();
         if !running.is_empty() {
