@@ -137,8 +137,7 @@ impl Task {
         let (cgroups, wanted) = (Arc::clone(&self.cgroups), wanted.clone());
         let look = move || {
             let drifted = |(id, wanted): &(String, Wanted)| {
-                let path = search::container(&cgroups, &wanted.parent, id)?;
-                let found = CpuSet::parse(&cgroups.read(&path, "cpuset.cpus")?)?;
+                let found = cpus_of_cgroup(&cgroups, &wanted.parent, id)?;
                 Some(found != CpuSet::parse(&wanted.cpus)?)
             };
             wanted.into_iter().filter(|one| drifted(one) == Some(true)).map(|(id, _)| id).collect::<Vec<_>>()
@@ -208,4 +207,10 @@ fn record_loss(events: &Recorder, pod: &Pod) {
     let message = "The CPUs or the memory that the pod had for itself can't be kept: the policy, the settings or the \
                    machine changed. The pod runs on in the shared pool; a new pod is pinned by the present settings.";
     events.warning(Object::pod(pod), "PinsLost", message.to_owned());
+}
+
+/// Returns the CPUs of a container's cgroup in the pod's cgroup `parent`. Blocks.
+pub(super) fn cpus_of_cgroup(cgroups: &Cgroups, parent: &str, id: &str) -> Option<CpuSet> {
+    let path = search::container(cgroups, parent, id)?;
+    CpuSet::parse(&cgroups.read(&path, "cpuset.cpus")?)
 }

@@ -5,18 +5,17 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use beelet_base::blocking::blocking;
-use beelet_cgroups::search;
 use beelet_model::{
     pod::running,
     table::{PodName, PodTable},
 };
 use beelet_policy::{
-    pinning::{CpuSet, Needs, cpus::reclaim::reclaim},
+    pinning::{Needs, cpus::reclaim::reclaim},
     resources::cgroups::pod_cgroup,
 };
 use tracing::{debug, info};
 
-use super::Task;
+use super::{Task, follow::cpus_of_cgroup};
 
 /// A running container whose pod lacks CPUs that it requests.
 #[derive(Debug)]
@@ -33,6 +32,10 @@ impl Task {
     /// Gives running containers the CPUs of their cgroups, if they are as many as the containers request, and
     /// free. `known` has the containers that were looked at.
     pub(super) async fn reclaim(&self, table: &PodTable, known: &mut BTreeSet<String>) {
+        // Without managed CPUs no container lacks any.
+        if self.desk.with(|book| book.pins.cpus.allocatable().is_empty()) {
+            return;
+        }
         let unpinned = self.unpinned(table, known);
         if unpinned.is_empty() {
             return;
@@ -48,10 +51,7 @@ impl Task {
         });
         let cgroups = Arc::clone(&self.cgroups);
         let read = move || {
-            let cpus = |one: &Unpinned| {
-                let path = search::container(&cgroups, &one.parent, &one.id)?;
-                CpuSet::parse(&cgroups.read(&path, "cpuset.cpus")?)
-            };
+            let cpus = |one: &Unpinned| cpus_of_cgroup(&cgroups, &one.parent, &one.id);
             let found = unpinned.into_iter().filter_map(|one| cpus(&one).map(|cpus| (one, cpus)));
             found.collect::<Vec<_>>()
         };

@@ -181,8 +181,7 @@ impl CpuManager {
                 let cpus = own.claim_near(&self.state, container.cpus, nodes, &reusable);
                 let cpus = cpus.map_err(Refusal::unexpected)?;
                 self.state.shared = self.state.shared.difference(&cpus);
-                let pod = self.state.containers.entry(needs.uid.clone()).or_default();
-                pod.insert(container.name.clone(), cpus.clone());
+                self.state.assign(&needs.uid, &container.name, cpus.clone());
                 cpus
             }
         };

@@ -18,7 +18,6 @@ pub fn reclaim(manager: &mut CpuManager, needs: &Needs, container: &str, cpus: &
         return false;
     }
     manager.state.shared = shared;
-    let pod = manager.state.containers.entry(needs.uid.clone()).or_default();
-    pod.insert(container.to_owned(), cpus.clone());
+    manager.state.assign(&needs.uid, container, cpus.clone());
     true
 }

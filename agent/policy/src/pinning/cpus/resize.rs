@@ -117,8 +117,7 @@ impl<'a> CpuChange<'a> {
 
     fn set(self, cpus: CpuSet) {
         self.manager.hand_on(&self.needs.uid, self.container.kind, &cpus);
-        let pod = self.manager.state.containers.entry(self.needs.uid.clone()).or_default();
-        pod.insert(self.container.name.clone(), cpus);
+        self.manager.state.assign(&self.needs.uid, &self.container.name, cpus);
     }
 
     /// Returns the CPUs of the pod's containers that run beside each other.

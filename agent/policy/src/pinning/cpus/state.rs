@@ -25,6 +25,13 @@ pub struct CpuState {
     pub pods: BTreeMap<String, CpuSet>,
 }
 
+impl CpuState {
+    /// Records the exclusive CPUs of a container.
+    pub(super) fn assign(&mut self, uid: &str, container: &str, cpus: CpuSet) {
+        self.containers.entry(uid.to_owned()).or_default().insert(container.to_owned(), cpus);
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct File {
