@@ -36,12 +36,11 @@ pub async fn read_after(
     let lists = tokio::try_join!(runtime.sandboxes.list(None), runtime.containers.list(None));
     let (sandboxes, containers) = lists?;
     let mut pods = group(&sandboxes, &containers);
-    let is_ready = |pod: &Found| pod.sandboxes.iter().any(|one| one.ready);
     let has_ended = |(uid, before): &(&String, &Found)| {
         let Some(now) = pods.get(*uid) else { return false };
         let mut ran = before.containers.iter().filter(|one| one.running);
         // A container of a pod that has just started may begin and end in between.
-        ran.any(|one| !now.runs_on(one)) || is_ready(before) && !is_ready(now)
+        ran.any(|one| !now.runs_on(one)) || before.is_ready() && !now.is_ready()
     };
     let changed: BTreeSet<String> = before.iter().filter(has_ended).map(|(uid, _)| uid.clone()).collect();
     for container in containers.iter().filter(|one| one.state() == cri::ContainerState::ContainerExited) {

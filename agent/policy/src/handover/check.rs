@@ -93,8 +93,7 @@ pub fn loss(before: &Found, now: Option<&Found>, pod: &Pod) -> Option<Loss> {
     let Some(now) = now else { return Some(Loss::Pod) };
     // An agent stops the sandbox and the sidecars of a pod that is complete.
     let is_complete = is_complete(now, pod);
-    let is_ready = |pod: &Found| pod.sandboxes.iter().any(|sandbox| sandbox.ready);
-    if is_ready(before) && !is_ready(now) && !is_complete {
+    if before.is_ready() && !now.is_ready() && !is_complete {
         return Some(Loss::Sandbox);
     }
     let is_regular = |one: &FoundContainer| {

@@ -106,9 +106,15 @@ impl Found {
         self.containers.iter().find(|one| (&one.name, one.attempt) == (&of.name, of.attempt))
     }
 
+    /// Returns true if a sandbox is ready.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.sandboxes.iter().any(|one| one.ready)
+    }
+
     /// Returns true if a sandbox is ready or a container runs.
     #[must_use]
     pub fn runs(&self) -> bool {
-        self.sandboxes.iter().any(|one| one.ready) || self.containers.iter().any(|one| one.running)
+        self.is_ready() || self.containers.iter().any(|one| one.running)
     }
 }
