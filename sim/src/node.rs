@@ -10,10 +10,10 @@ use std::time::Duration;
 use beelet::cluster::{self, Membership};
 use beelet::node::{Builder, Doors, Handles, Machine as Hardware};
 use beelet_base::filesystem::{Space, Statvfs};
-use beelet_base::simulation;
+use beelet_base::simulation::{self, Stream};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet_config::{Config, ConfigFaults, TcpProbes};
-use beelet_cri::{Connect, Connection, Runtime};
+use beelet_cri::{Connect, Runtime};
 use beelet_eviction::gauges::Gauge;
 use beelet_judge::trace::{ContainerStatus, End, Fact, State, Status};
 use beelet_model::pod::HostIps;
@@ -351,7 +351,7 @@ impl<'a> Node<'a> {
             let (cri, core) = (Arc::clone(&cri), Arc::clone(&core));
             Box::pin(async move {
                 let token = core.disturbances.runtime_link().ok_or(std::io::ErrorKind::ConnectionRefused)?;
-                Ok(Box::new(Cable::new(cri.connect(), token)) as Box<dyn Connection>)
+                Ok(Box::new(Cable::new(cri.connect(), token)) as Box<dyn Stream>)
             })
         }));
         Doors {

@@ -7,20 +7,15 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
+use beelet_base::simulation::Stream;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::error::ConnectError;
 
-/// A connection to a runtime.
-pub trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
-
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
-
 /// A connection that is being opened.
-pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Box<dyn Connection>>> + Send>>;
+pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Box<dyn Stream>>> + Send>>;
 
 /// Opens a connection to a runtime.
 #[derive(Clone)]
@@ -36,7 +31,7 @@ impl Connect {
     fn to(path: PathBuf) -> Self {
         Self(Arc::new(move || {
             let path = path.clone();
-            Box::pin(async move { Ok(Box::new(UnixStream::connect(&path).await?) as Box<dyn Connection>) })
+            Box::pin(async move { Ok(Box::new(UnixStream::connect(&path).await?) as Box<dyn Stream>) })
         }))
     }
 }

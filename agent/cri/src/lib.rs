@@ -44,7 +44,7 @@ use beelet_units::cgroup_driver::CgroupDriver;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
-pub use self::channel::{Connect, Connecting, Connection, EndpointError};
+pub use self::channel::{Connect, Connecting, EndpointError};
 pub use self::containers::Containers;
 pub use self::error::{Error, Kind};
 pub use self::events::ContainerEvents;
