@@ -5,11 +5,9 @@
 //! version of Zig comes from PyPI, so every distribution has the same C compiler, libc and linker.
 
 use crate::{setup_ebpf, shell, tools};
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use beelet_tests_base::workdir;
 use clap::ValueEnum;
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -94,7 +92,7 @@ pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<PathBuf> {
     let (library, is_elsewhere) = setup_ebpf::library()?;
     let (folder, zig) = (workdir::target_dir().join("zig"), tools::ZIG.ensure()?);
     let cache = zig.with_file_name("cache");
-    let compiler = script(&folder, target, &compiler(arch))?;
+    let compiler = shell::script(&folder, target, &compiler(arch))?;
     cargo
         .args(["--target", target, "-Z", "build-std=std,panic_unwind"])
         // Stable cargo builds the standard library only with this variable.
@@ -109,22 +107,13 @@ pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<PathBuf> {
     let (lower, upper) = (target.replace('-', "_"), target.replace('-', "_").to_uppercase());
     cargo
         .env(format!("CC_{lower}"), &compiler)
-        .env(format!("AR_{lower}"), script(&folder, "ar", ARCHIVER)?)
+        .env(format!("AR_{lower}"), shell::script(&folder, "ar", ARCHIVER)?)
         .env(format!("CARGO_TARGET_{upper}_LINKER"), &compiler)
         // musl is Zig's, not one beside the standard library. RUSTFLAGS would take precedence.
         .env(format!("CARGO_TARGET_{upper}_RUSTFLAGS"), "-C link-self-contained=no")
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS");
     Ok(library)
-}
-
-/// Writes a program, and returns its path.
-fn script(folder: &Path, name: &str, text: &str) -> Result<PathBuf> {
-    let path = folder.join(name);
-    workdir::write(&path, text)?;
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("could not set the mode of {}", path.display()))?;
-    Ok(path)
 }
 
 /// Writes a copy of `binary`, of any processor, without symbols to `copy`.
@@ -142,7 +131,7 @@ mod tests {
     #[test]
     fn zig_gets_the_arguments_that_it_knows() {
         let folder = tempfile::tempdir().unwrap();
-        let program = script(folder.path(), "cc", &compiler(Arch::Arm64)).unwrap();
+        let program = shell::script(folder.path(), "cc", &compiler(Arch::Arm64)).unwrap();
         let output = Command::new(program)
             .args(["--target=aarch64-unknown-linux-musl", "-Wl,--fix-cortex-a53-843419", "a.o"])
             .args(["-o", "a program", "-static-pie", "-nodefaultlibs"])

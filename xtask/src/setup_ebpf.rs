@@ -54,7 +54,7 @@ pub fn ensure() -> Result<Toolchain> {
         Some(dir) => dir,
         None => install_linker(&rustc)?,
     };
-    let (library, library_elsewhere) = library()?;
+    let (library, library_elsewhere) = library_of(&rustc)?;
     Ok(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) })
 }
 
@@ -64,10 +64,13 @@ pub fn ensure() -> Result<Toolchain> {
 /// # Errors
 /// The sources could not be installed.
 pub fn library() -> Result<(PathBuf, bool)> {
-    let rustc = rustc()?;
-    match find_library(&rustc)? {
+    library_of(&rustc()?)
+}
+
+fn library_of(rustc: &Rustc) -> Result<(PathBuf, bool)> {
+    match find_library(rustc)? {
         Some(found) => Ok(found),
-        None => install_library(&rustc),
+        None => install_library(rustc),
     }
 }
 

@@ -2,6 +2,9 @@
 
 use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::workdir;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 /// Returns a command for the cargo that runs xtask, so the toolchain is the same, in the repository's top
@@ -28,6 +31,18 @@ pub fn run(command: &mut Command) -> Result<()> {
         bail!("`{shown}` ended with {status}");
     }
     Ok(())
+}
+
+/// Writes a program, and returns its path.
+///
+/// # Errors
+/// The program cannot be written.
+pub fn script(folder: &Path, name: &str, text: &str) -> Result<PathBuf> {
+    let path = folder.join(name);
+    workdir::write(&path, text)?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("could not set the mode of {}", path.display()))?;
+    Ok(path)
 }
 
 /// Prints a command's error and returns its exit code.

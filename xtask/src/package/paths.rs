@@ -5,10 +5,10 @@
 //! home. rustc's `--remap-path-prefix` replaces them. cargo hashes the flags of RUSTFLAGS into the names of
 //! all symbols, so the flags come from a wrapper of rustc.
 
+use crate::shell;
 use anyhow::{Context as _, Result};
 use beelet_tests_base::workdir;
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -27,11 +27,9 @@ pub(super) fn hide(cargo: &mut Command, library: Option<PathBuf>) -> Result<()> 
     folders.extend([(workdir::repository(), "/beelet"), (workdir::target_dir(), "/beelet/target")]);
     let flag = |option: &str, (from, to): &(PathBuf, &str)| format!("{option}={}={to}", from.display());
     let flags = folders.iter().map(|folder| format!(" '{}'", flag("--remap-path-prefix", folder)));
-    let wrapper = workdir::target_dir().join("packing/rustc");
-    workdir::write(&wrapper, format!("#!/bin/sh\nexec \"$@\"{}\n", flags.collect::<String>()))?;
-    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("could not set the mode of {}", wrapper.display()))?;
-    cargo.env("RUSTC_WRAPPER", &wrapper);
+    let text = format!("#!/bin/sh\nexec \"$@\"{}\n", flags.collect::<String>());
+    let wrapper = shell::script(&workdir::target_dir().join("packing"), "rustc", &text)?;
+    cargo.env("RUSTC_WRAPPER", wrapper);
     // Paths of C sources, in the code of one dependency.
     let maps: Vec<String> = folders.iter().map(|folder| flag("-ffile-prefix-map", folder)).collect();
     cargo.env("CFLAGS", maps.join(" "));
