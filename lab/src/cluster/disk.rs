@@ -33,12 +33,7 @@ pub(super) fn remove(dir: &Path) -> Result<()> {
     if guards::mounts()?.iter().any(|mount| mount.path == dir) {
         output(Command::new("umount").arg("-l").arg(dir))?;
     }
-    match fs::remove_file(image(dir)) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).context("the machine's disk")
-        }
-        _ => Ok(()),
-    }
+    remove_file(&image(dir)).context("the machine's disk")
 }
 
 /// Fills the disk of the machine with this folder up to this share, in percent.
@@ -52,10 +47,13 @@ pub(super) fn fill(dir: &Path, percent: u8) -> Result<()> {
 
 /// Gives the room back.
 pub(super) fn free(dir: &Path) -> Result<()> {
-    match fs::remove_file(dir.join(FILLER)) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).context("cannot free the disk")
-        }
-        _ => Ok(()),
+    remove_file(&dir.join(FILLER)).context("cannot free the disk")
+}
+
+/// Removes a file, if there is one.
+fn remove_file(file: &Path) -> std::io::Result<()> {
+    match fs::remove_file(file) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
     }
 }

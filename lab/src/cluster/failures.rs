@@ -11,7 +11,7 @@ use beelet_tests::images::APP;
 use beelet_tests::workdir;
 use serde_json::{Value, json};
 
-use super::kubeadm::{get, kubectl, ready, until_ready};
+use super::kubeadm::{get, kubectl, ready, until_condition, until_ready};
 use super::machine::{Machine, folder};
 use super::network::{Slow, cut, slow};
 use super::steps::{Life, PATIENCE, deployment, service};
@@ -106,7 +106,7 @@ fn comes_back(life: &mut Life) -> Result<()> {
         let turns = in_turn(&beats()).map_err(|error| error.to_string())?;
         if turns.len() == 2 { Ok(()) } else { Err(format!("{turns:?}")) }
     })?;
-    life.rolled_out_set()?;
+    life.rolled_out_of("statefulset/db")?;
     ensure!(in_turn(&beats())?.len() == 2, "more than one pod followed");
     life.add_note("the two did not run at the same time");
     Ok(())
@@ -179,30 +179,13 @@ fn forgotten(life: &mut Life) -> Result<()> {
     kubectl(&first, &["delete", "statefulset", "db"]).map(drop)
 }
 
-/// Returns the status and the reason of a condition of a Node.
-fn condition(first: &Machine, node: &str, kind: &str) -> Result<(String, String)> {
-    let node = get(first, &["node", node])?;
-    let mut all = node["status"]["conditions"].as_array().into_iter().flatten();
-    let found = all.find(|one| one["type"] == kind);
-    let found = found.with_context(|| format!("the Node has no condition {kind}"))?;
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    Ok((text(&found["status"]), text(&found["message"])))
-}
-
-fn until_condition(first: &Machine, node: &str, kind: &str, wanted: &str) -> Result<()> {
-    workdir::wait_for(&format!("{node} to have {kind}={wanted}"), PATIENCE, || {
-        let found = condition(first, node, kind).map_err(|error| error.to_string())?;
-        if found.0 == wanted { Ok(()) } else { Err(format!("{found:?}")) }
-    })
-}
-
 fn full_disk(life: &mut Life) -> Result<()> {
     let (first, worker) = (life.first()?.clone(), life.machine(1)?.clone());
     life.apply(&[deployment("1"), service()])?;
     life.rolled_out()?;
     let began = Instant::now();
     disk::fill(worker.dir(), FULL)?;
-    until_condition(&first, "w1", "DiskPressure", "True")?;
+    until_condition(&first, "w1", ("DiskPressure", "True"), PATIENCE)?;
     life.add_note(&format!("DiskPressure after {:.0} s", began.elapsed().as_secs_f64()));
     // The pods of this test use little room, so the agent evicts one after the other until there is some.
     workdir::wait_for("a replica to be evicted and replaced", PATIENCE, || {
@@ -217,7 +200,7 @@ fn full_disk(life: &mut Life) -> Result<()> {
     // Images that the agent removed for room are in no registry here.
     let (programs, began) = (programs::Programs::find()?, Instant::now());
     images::import(&worker, &images::build(&programs, &programs.version()?)?.every)?;
-    until_condition(&first, "w1", "DiskPressure", "False")?;
+    until_condition(&first, "w1", ("DiskPressure", "False"), PATIENCE)?;
     life.add_note(&format!("ended {:.0} s after there was room", began.elapsed().as_secs_f64()));
     kubectl(&first, &["delete", "pods", "-l", "app=web", "--field-selector", "status.phase=Failed"])?;
     life.rolled_out()
@@ -231,7 +214,7 @@ fn wrong_clock(life: &mut Life, offset: &str) -> Result<()> {
     worker.run(&["sh", "-c", ": > /var/log/kubelet.log"])?;
     clock::set(&worker, Some(offset))?;
     std::thread::sleep(WHILE);
-    let (status, _) = condition(&first, "w1", "Ready")?;
+    let status = ready(&first, "w1")?;
     let asked = requests()?.saturating_sub(before);
     ensure!(asked <= 5, "the agent has asked for {asked} certificates within a minute");
     life.add_note(&format!("Ready={status} after 60 s, {asked} CSRs"));

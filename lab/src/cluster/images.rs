@@ -61,11 +61,13 @@ pub(super) fn build(programs: &Programs, version: &str) -> Result<Images> {
 
 /// Imports images on a machine.
 pub(super) fn import(machine: &Machine, images: &[ImageTar]) -> Result<()> {
-    for image in images {
-        let path = image.path.display().to_string();
-        machine.run(&["ctr", "--namespace", "k8s.io", "images", "import", &path])?;
-    }
-    Ok(())
+    images.iter().try_for_each(|image| import_archive(machine, &image.path))
+}
+
+/// Imports an archive of images on a machine.
+pub(super) fn import_archive(machine: &Machine, archive: &Path) -> Result<()> {
+    let archive = archive.display().to_string();
+    machine.run(&["ctr", "--namespace", "k8s.io", "images", "import", &archive]).map(drop)
 }
 
 /// Returns the image that an earlier call made from this program, by its size and time; otherwise `make`s it:

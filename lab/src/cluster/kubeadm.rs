@@ -86,25 +86,38 @@ fn ranges(first: &Machine) -> Result<BTreeMap<String, String>> {
     Ok(nodes["items"].as_array().into_iter().flatten().filter_map(one).collect())
 }
 
-/// Returns the status of a Node's condition Ready.
-pub(super) fn ready(first: &Machine, name: &str) -> Result<String> {
+/// Returns the status of a Node's condition; empty if the Node does not have the condition.
+pub(super) fn condition(first: &Machine, name: &str, kind: &str) -> Result<String> {
     let node = get(first, &["node", name])?;
     let conditions = node["status"]["conditions"].as_array().into_iter().flatten();
-    let ready = conditions.filter(|one| one["type"] == "Ready").find_map(|one| one["status"].as_str());
-    Ok(ready.unwrap_or_default().to_owned())
+    let found = conditions.filter(|one| one["type"] == kind).find_map(|one| one["status"].as_str());
+    Ok(found.unwrap_or_default().to_owned())
+}
+
+/// Returns the status of a Node's condition Ready.
+pub(super) fn ready(first: &Machine, name: &str) -> Result<String> {
+    condition(first, name, "Ready")
+}
+
+/// Waits at most `patience` until a Node's condition has this status.
+pub(super) fn until_condition(
+    first: &Machine,
+    name: &str,
+    (kind, wanted): (&str, &str),
+    patience: Duration,
+) -> Result<()> {
+    workdir::wait_for(&format!("{name} to be {kind}={wanted}"), patience, || {
+        match condition(first, name, kind) {
+            Ok(found) if found == wanted => Ok(()),
+            Ok(found) => Err(format!("{kind} is {found:?}")),
+            Err(error) => Err(error.to_string()),
+        }
+    })
 }
 
 /// Waits until the condition Ready of these machines' Nodes has this status.
 pub(super) fn until_ready(first: &Machine, machines: &[Machine], wanted: &str) -> Result<()> {
-    for machine in machines {
-        let what = format!("{} to be Ready={wanted}", machine.name);
-        workdir::wait_for(&what, PATIENCE, || match ready(first, &machine.name) {
-            Ok(found) if found == wanted => Ok(()),
-            Ok(found) => Err(format!("Ready is {found:?}")),
-            Err(error) => Err(error.to_string()),
-        })?;
-    }
-    Ok(())
+    machines.iter().try_for_each(|one| until_condition(first, &one.name, ("Ready", wanted), PATIENCE))
 }
 
 fn network(range: &str) -> Value {

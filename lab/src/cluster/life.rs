@@ -130,13 +130,8 @@ fn change_static_pod(life: &mut Life) -> Result<()> {
 
 fn reboot(life: &mut Life) -> Result<()> {
     super::reboot(&life.machines)?;
-    let first = life.first()?;
-    workdir::wait_for("the API server to answer", PATIENCE, || kubectl(first, &["get", "--raw", "/readyz"]))?;
-    // The routes of the network are in memory only.
-    kubeadm::connect(first, &life.machines)?;
-    until_ready(first, &life.machines, "True")?;
-    life.rolled_out()?;
-    life.reachable()
+    life.answers()?;
+    life.recovered()
 }
 
 fn rotated(life: &mut Life, before: &[String]) -> Result<()> {

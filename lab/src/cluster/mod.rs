@@ -199,9 +199,7 @@ impl Playground {
     /// Imports an archive of images on every machine.
     pub(crate) fn import(&self, archive: &Path) -> Result<()> {
         let archive = archive.canonicalize().with_context(|| format!("cannot find {}", archive.display()))?;
-        let archive = archive.display().to_string();
-        let words = ["ctr", "--namespace", "k8s.io", "images", "import", &archive];
-        self.0.iter().try_for_each(|machine| machine.run(&words).map(drop))
+        self.0.iter().try_for_each(|machine| images::import_archive(machine, &archive))
     }
 
     /// Returns the API server's version, `v1.36.2`.

@@ -94,16 +94,11 @@ fn find_first(life: &mut Life) -> Result<()> {
 
 /// Waits until everything works.
 fn back(life: &Life) -> Result<()> {
-    let first = life.first()?;
-    workdir::wait_for("the API server to answer", PATIENCE, || kubectl(first, &["get", "--raw", "/readyz"]))?;
+    life.answers()?;
     for machine in life.machines.iter().filter(|machine| machine.is_control()) {
         members(machine, 3)?;
     }
-    // The routes of the network are in memory only.
-    kubeadm::connect(first, &life.machines)?;
-    until_ready(first, &life.machines, "True")?;
-    life.rolled_out()?;
-    life.reachable()
+    life.recovered()
 }
 
 fn lose_data(life: &mut Life) -> Result<()> {

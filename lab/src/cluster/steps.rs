@@ -7,7 +7,7 @@ use beelet_tests::images::APP;
 use beelet_tests::workdir;
 use serde_json::{Value, json};
 
-use super::kubeadm::{get, kubectl};
+use super::kubeadm::{connect, get, kubectl, until_ready};
 use super::machine::Machine;
 
 /// Maximum time of a step that waits for controllers.
@@ -87,14 +87,31 @@ impl Life {
 
     /// Waits until the whole deployment runs its newest template.
     pub(super) fn rolled_out(&self) -> Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
-        kubectl(self.first()?, &["rollout", "status", "deployment/web", &timeout]).map(drop)
+        self.rolled_out_of("deployment/web")
     }
 
-    /// Waits until the StatefulSet's pod is ready.
-    pub(super) fn rolled_out_set(&self) -> Result<()> {
+    /// Waits until all pods of a workload, `KIND/NAME`, run its newest template.
+    pub(super) fn rolled_out_of(&self, workload: &str) -> Result<()> {
         let timeout = format!("--timeout={}s", PATIENCE.as_secs());
-        kubectl(self.first()?, &["rollout", "status", "statefulset/db", &timeout]).map(drop)
+        kubectl(self.first()?, &["rollout", "status", workload, &timeout]).map(drop)
+    }
+
+    /// Waits until the API server of the first machine answers.
+    pub(super) fn answers(&self) -> Result<()> {
+        let first = self.first()?;
+        workdir::wait_for("the API server to answer", PATIENCE, || {
+            kubectl(first, &["get", "--raw", "/readyz"]).map(drop)
+        })
+    }
+
+    /// Waits until machines that were off work again, with the application on them.
+    pub(super) fn recovered(&self) -> Result<()> {
+        let first = self.first()?;
+        // The routes of the network are in memory only.
+        connect(first, &self.machines)?;
+        until_ready(first, &self.machines, "True")?;
+        self.rolled_out()?;
+        self.reachable()
     }
 
     /// Waits until every machine reaches the application by its Service and by a port of the node.
